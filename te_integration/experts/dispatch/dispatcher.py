@@ -31,14 +31,26 @@ __all__ = ["Dispatched", "TokenDispatcher"]
 _TRANSPORTS: dict[str, Callable[[int, dist.ProcessGroup | None], TokenTransport]] = {"all_to_all": AllToAll}
 
 
+class _Way(NamedTuple):
+    """How rows have travelled, to travel so again in backward."""
+
+    counts: Tensor
+    sent: Any
+    """The transport's own."""
+    waiting: Filling
+
+    @property
+    def in_backward(self) -> Meanwhile:
+        """What backward does while rows travel."""
+        return None if self.waiting is None else partial(fill_wait, self.waiting)
+
+
 class Dispatched(NamedTuple):
     """What ``dispatch`` tells ``combine``."""
 
     sorting: RowIdMap
     """This rank's tokens in the order of all E experts."""
-    sent: Any
-    """The transport's own."""
-    waiting: Filling
+    way: _Way
     meanwhile: Any
     """What ``meanwhile`` has returned."""
 
@@ -134,85 +146,74 @@ class TokenDispatcher:
             rows, row_probs, sorting = moe_permute_with_probs(x, probs, expert_ids, self.num_experts)
             travelling = [rows, row_probs]
         result: list[Any] = []
-        # Sent here and not in the function's forward, so that autograd sees what runs meanwhile.
         received, splits, sent = self.transport.send(
             [tensor.detach() for tensor in travelling],
             sorting.splits,
             None,
             None if meanwhile is None else lambda: result.append(meanwhile()),
         )
-        route = _Route(self.transport, sorting.splits, sent, waiting)
-        rows, *rest = _Send.apply(route, received, *travelling)
-        handle = Dispatched(sorting, sent, waiting, result[0] if result else None)
-        return rows, splits, rest[0] if rest else None, handle
+        way = _Way(sorting.splits, sent, waiting)
+        rows, *rest = _Travelled.apply(partial(self._back, way), received, *travelling)
+        dispatched = Dispatched(sorting, way, result[0] if result else None)
+        return rows, splits, rest[0] if rest else None, dispatched
 
-    def combine(self, rows: Tensor, dispatched: Dispatched, probs: Tensor | None = None) -> Tensor:
+    def combine(
+        self,
+        rows: Tensor,
+        dispatched: Dispatched,
+        probs: Tensor | None = None,
+        *,
+        meanwhile: Callable[[], object] | None = None,
+    ) -> Tensor:
         """y [T, D]: the sum over each token's k copies, in fp32, rounded once.
 
-        rows   [S, D]  outputs of the experts, for ``dispatch``'s rows
-        probs  [T, k]  multiply the copies here; None: the experts did, or none count
+        rows       [S, D]  outputs of the experts, for ``dispatch``'s rows
+        probs      [T, k]  multiply the copies here; None: the experts did, or none count
+        meanwhile          runs while rows travel, as the experts of another microbatch
         """
         if torch.compiler.is_compiling():
-            broken: Tensor = run_outside_graph(TokenDispatcher._combine, self, rows, dispatched, probs)
+            broken: Tensor = run_outside_graph(TokenDispatcher._combine, self, rows, dispatched, probs, meanwhile)
             return broken
-        return self._combine(rows, dispatched, probs)
+        return self._combine(rows, dispatched, probs, meanwhile)
 
-    def _combine(self, rows: Tensor, dispatched: Dispatched, probs: Tensor | None) -> Tensor:
-        sorting, sent, waiting, _ = dispatched
-        copies: Tensor = _SendBack.apply(_Route(self.transport, sorting.splits, sent, waiting), rows)
+    def _combine(
+        self, rows: Tensor, dispatched: Dispatched, probs: Tensor | None, meanwhile: Callable[[], object] | None
+    ) -> Tensor:
+        sorting, way, _ = dispatched
+        arrived = self.transport.send_back([rows.detach()], way.sent, meanwhile)
+        (copies,) = _Travelled.apply(partial(self._again, way), arrived, rows)
         if probs is not None:
             copies = copies * probs.reshape(-1).index_select(0, sorting.copies)[:, None].to(copies.dtype)
         return moe_unpermute(copies, sorting)
 
+    # The gradient of each direction is the other one.
 
-class _Route(NamedTuple):
-    """How rows travel again in backward."""
+    def _back(self, way: _Way, grads: list[Tensor]) -> list[Tensor]:
+        back: list[Tensor] = self.transport.send_back(grads, way.sent, way.in_backward)
+        return back
 
-    transport: TokenTransport
-    counts: Tensor
-    sent: Any
-    waiting: Filling
-
-    @property
-    def meanwhile(self) -> Meanwhile:
-        """What backward does while rows travel."""
-        return None if self.waiting is None else partial(fill_wait, self.waiting)
+    def _again(self, way: _Way, grads: list[Tensor]) -> list[Tensor]:
+        received: list[Tensor] = self.transport.send(grads, way.counts, way.sent, way.in_backward)[0]
+        return received
 
 
-class _Send(torch.autograd.Function):
-    """Tensors [R, ...] of the sender -> ``received`` [S, ...], which the transport has brought."""
+class _Travelled(torch.autograd.Function):
+    """Tensors -> ``arrived``, what a transport has made of them.
+
+    Rows have travelled before, outside of the function, so that autograd sees what ran meanwhile.
+    """
 
     @staticmethod
-    def forward(ctx: Any, route: _Route, received: list[Tensor], *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.route = route
-        return tuple(received)
+    def forward(
+        ctx: Any, back: Callable[[list[Tensor]], list[Tensor]], arrived: list[Tensor], *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.back = back
+        return tuple(arrived)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        _refuse_second_derivatives()
-        _, _, *needed = ctx.needs_input_grad  # alike on all ranks, unlike what reached this one
-        route: _Route = ctx.route
-        wanted = [grad for grad, needs in zip(grads, needed, strict=True) if needs]
-        back = iter(route.transport.send_back(wanted, route.sent, route.meanwhile))
-        return None, None, *(next(back) if needs else None for needs in needed)
-
-
-class _SendBack(torch.autograd.Function):
-    """Rows [S, D] of the experts -> [R, D] of the sender."""
-
-    @staticmethod
-    def forward(ctx: Any, route: _Route, rows: Tensor) -> Tensor:
-        ctx.route = route
-        return route.transport.send_back([rows], route.sent)[0]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
-        _refuse_second_derivatives()
-        route: _Route = ctx.route
-        (rows,), _, _ = route.transport.send(grads, route.counts, route.sent, route.meanwhile)
-        return None, rows
-
-
-def _refuse_second_derivatives() -> None:
-    if torch.is_grad_enabled():
-        raise RuntimeError("TokenDispatcher: second derivatives (create_graph=True) through it are not defined")
+        if torch.is_grad_enabled():
+            raise RuntimeError("TokenDispatcher: second derivatives (create_graph=True) through it are not defined")
+        _, _, *needed = ctx.needs_input_grad  # alike on all ranks, unlike what has reached this one
+        gone = iter(ctx.back([grad for grad, needs in zip(grads, needed, strict=True) if needs]))
+        return None, None, *(next(gone) if needs else None for needs in needed)

@@ -45,8 +45,8 @@ FAULTS = [
             Change(
                 f"{DISPATCH}.dispatcher",
                 "TokenDispatcher._dispatch",
-                "_Send.apply(route, received, *travelling)",
-                "_Send.apply(route, received, travelling[0], *[each.detach() for each in travelling[1:]])",
+                "received, *travelling)",
+                "received, travelling[0], *[each.detach() for each in travelling[1:]])",
             )
         ],
     ),
