@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from dispatched import DIM, EXPERTS, Tokens, experts_of, make_tokens, routed
 from ending_ranks import assert_silent, run_to_the_end, the_report
+from gloo import run_ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -70,6 +71,11 @@ def test_gradients_are_the_same(how: str) -> None:
         tolerance = 1e-6 if how == "compile" else 0.0
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one, other, rtol=0.0, atol=tolerance)
+
+
+def test_real_ranks_compute_what_simulated_ones_do() -> None:
+    for found, expected in zip(run_ranks(run, 2, "delay"), simulate(run, 2, "delay"), strict=True):
+        assert all(map(torch.equal, found, expected))
 
 
 @pytest.mark.parametrize("frozen", [["experts"], ["router"], ["experts", "router"], ["x"], ["x", "router"], ["fc1"]])
