@@ -1,7 +1,9 @@
 """Dispatched experts in what programs do around them: recompute, compile, freeze, copy, and end by an error."""
 
 import copy
+import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -134,6 +136,29 @@ def test_second_derivatives_are_refused_by_name() -> None:
             torch.autograd.grad(y.sum(), tokens.x, create_graph=True)
 
     simulate(refused, 2)
+
+
+def of_the_docs() -> tuple[float, list[Tensor], list[Tensor]]:
+    page = Path(__file__).resolve().parents[4] / "docs/mixture_of_experts.md"
+    _, program = re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(program, names)
+    experts = [param for param in names["model"].parameters() if not getattr(param, "allreduce", True)]
+    dense = [param for param in names["model"].parameters() if getattr(param, "allreduce", True)]
+    return float(names["loss"]), values(experts), values(dense)
+
+
+def values(params: list[nn.Parameter]) -> list[Tensor]:
+    return [param.detach().clone() for param in params]
+
+
+def test_the_program_of_the_docs() -> None:
+    losses, experts, dense = zip(*simulate(of_the_docs, 4), strict=True)
+    assert max(losses) < 1.5, "2.9 at the start"
+    for rank in range(4):
+        assert all(map(torch.equal, dense[0], dense[rank]))
+        assert all(map(torch.equal, experts[rank % 2], experts[rank]))
+    assert not any(map(torch.equal, experts[0], experts[1]))
 
 
 # ---- A rank that raises while rows are away. ----
