@@ -19,11 +19,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ....ddp.collectives.rank_grid import Ranks, check_member, group_or_default, group_size
 from ....ddp.contract.delay_blocks import queue_of_block
+from ....kernels.quantized import QuantSpec
 from ...dense.compiled_wgrad import run_outside_graph
+from ...recipes import recipe_now
 from ...wgrad_queue import Filling, WgradQueue, fill_wait, filling
 from ..moe_permutation import RowIdMap, moe_permute, moe_permute_with_probs, moe_unpermute
 from .all_to_all import AllToAll
 from .capacity import Capacity
+from .quantized_rows import RowSpecs, send_rows
 from .transport import Meanwhile, TokenTransport
 
 __all__ = ["Dispatched", "TokenDispatcher"]
@@ -38,6 +41,8 @@ class _Way(NamedTuple):
     sent: Any
     """The transport's own."""
     waiting: Filling
+    of_grad: QuantSpec | None
+    """How gradients of rows are quantised on their way to experts."""
 
     @property
     def in_backward(self) -> Meanwhile:
@@ -71,6 +76,8 @@ class TokenDispatcher:
                  or a ``TokenTransport``
     capacity     most rows that a rank sends to one expert, the same on all ranks. ``transport.num_dropped`` counts on
                  the device those beyond
+    quantize_rows  under a recipe with scales for parts of a row (``Float8BlockScaling``, ``MXFP8BlockScaling``) rows,
+                 and in backward their gradients, travel to the experts in 8 bits
 
     All ranks call it in one order, a rank without tokens too. One dispatcher may serve all layers. Backward computes
     what a ``WgradQueue(fill_waits=True)`` holds while rows travel. Compiled code breaks its graph at both methods.
@@ -84,9 +91,10 @@ class TokenDispatcher:
         transport: str | TokenTransport = "all_to_all",
         *,
         capacity: int | None = None,
+        quantize_rows: bool = False,
     ) -> None:
         check_member(group, "group")
-        self.num_experts = num_experts
+        self.num_experts, self.quantize_rows = num_experts, quantize_rows
         self.group = group.get_group() if isinstance(group, DeviceMesh) else group_or_default(group, "group")
         ranks = group_size(self.group)
         if num_experts < 1 or num_experts % ranks:
@@ -146,13 +154,16 @@ class TokenDispatcher:
             rows, row_probs, sorting = moe_permute_with_probs(x, probs, expert_ids, self.num_experts)
             travelling = [rows, row_probs]
         result: list[Any] = []
-        received, splits, sent = self.transport.send(
+        specs = RowSpecs.of(recipe_now() if self.quantize_rows else None)
+        received, splits, sent = send_rows(
+            self.transport,
+            specs.of_input,
             [tensor.detach() for tensor in travelling],
             sorting.splits,
             None,
             None if meanwhile is None else lambda: result.append(meanwhile()),
         )
-        way = _Way(sorting.splits, sent, waiting)
+        way = _Way(sorting.splits, sent, waiting, specs.of_grad)
         rows, *rest = _Travelled.apply(partial(self._back, way), received, *travelling)
         dispatched = Dispatched(sorting, way, result[0] if result else None)
         return rows, splits, rest[0] if rest else None, dispatched
@@ -193,8 +204,7 @@ class TokenDispatcher:
         return back
 
     def _again(self, way: _Way, grads: list[Tensor]) -> list[Tensor]:
-        received: list[Tensor] = self.transport.send(grads, way.counts, way.sent, way.in_backward)[0]
-        return received
+        return send_rows(self.transport, way.of_grad, grads, way.counts, way.sent, way.in_backward)[0]
 
 
 class _Travelled(torch.autograd.Function):

@@ -218,4 +218,23 @@ FAULTS = [
             ),
         ],
     ),
+    Fault(
+        "77q-gradients-of-rows-travel-wide",
+        sentence="Under a recipe rows travel in 8 bits, and their gradients in 16.",
+        tests=[TESTS + "test_quantized_rows.py::test_products_of_rows_have_the_same_bits"],
+        changes=[Change(f"{DISPATCH}.dispatcher", "TokenDispatcher._again", "way.of_grad", "None")],
+    ),
+    Fault(
+        "77r-rows-in-8-bits-lose-their-scales",
+        sentence="Rows in 8 bits are read by the scales of other rows.",
+        tests=[TESTS + "test_quantized_rows.py::test_products_of_rows_have_the_same_bits"],
+        changes=[
+            Change(
+                f"{DISPATCH}.quantized_rows",
+                "send_rows",
+                "scale.view(q.scale.dtype)",
+                "scale.view(q.scale.dtype).flip(0)",
+            )
+        ],
+    ),
 ]
