@@ -20,7 +20,7 @@ from .cut import Box
 
 __all__ = ["GradOfSlice", "ModelSlice", "model_slice_of", "set_model_slice", "slice_of_marks"]
 
-GradOfSlice: TypeAlias = Literal["slice", "dense", "mean", "partial"]
+GradOfSlice: TypeAlias = Literal["slice", "dense", "mean", "partial", "expert"]
 """What a rank's gradient is before any reduction:
 
 "slice"    complete, of this rank's elements; other tensor-parallel ranks have other elements
@@ -28,6 +28,8 @@ GradOfSlice: TypeAlias = Literal["slice", "dense", "mean", "partial"]
            equal, and any of them counts
 "mean"     likewise, but the ranks' gradients differ, and their mean counts
 "partial"  a part of a sum over the tensor-parallel ranks, each of which has a copy of the parameter
+"expert"   complete, of this rank's experts; the ranks that hold the others have other data, and are none of the
+           tensor-parallel ranks
 """
 
 _ATTRIBUTE = "_maingrad_model_slice"
@@ -44,7 +46,7 @@ class ModelSlice(NamedTuple):
     dim: int | None
     """The dim that is cut; None: every rank has all elements, in one box."""
     group: dist.ProcessGroup | None
-    """The tensor-parallel ranks; None: this rank alone."""
+    """The tensor-parallel ranks, or those that hold all experts together; None: this rank alone."""
     grad: GradOfSlice
 
     @property

@@ -20,7 +20,8 @@ Legend: E experts of all ranks, L = E / ranks of each rank; R rows that a rank s
 receives at most, sorted by expert, then by sender. A segment holds the received rows of one expert from one sender.
 """
 
-from typing import NamedTuple
+import math
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -28,9 +29,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ..compat import device_of
-from ..triton_support import Launches, is_interpreted, num_multiprocessors
+from ..triton_support import Launches, is_interpreted, kinds_of, num_multiprocessors
 
-__all__ = ["Exchange", "Place", "flags_nbytes", "meet", "move_rows", "read_half", "write_half"]
+__all__ = ["Exchange", "Place", "copy_half", "flags_nbytes", "meet", "move_rows"]
 
 _TILE = 4096
 """Words of one copy by a program: 16 KB with words of 4 bytes, 64 bytes in flight for each thread."""
@@ -141,7 +142,7 @@ def _meet_kernel(
 def _move_kernel(
     rows: tl.tensor, buffers: tl.tensor, num_exchanges: tl.tensor, plan: tl.tensor,
     N: tl.tensor, W: tl.tensor, start: tl.tensor, half_nbytes: tl.tensor,
-    RANKS: tl.constexpr, S: tl.constexpr, SEARCH: tl.constexpr, ALIGN: tl.constexpr, PUSH: tl.constexpr,
+    RANKS: tl.constexpr, S: tl.constexpr, SEARCH: tl.constexpr, PUSH: tl.constexpr, ALIGN: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     """Received rows [N, W] from the senders' halves. PUSH: to them.
@@ -180,23 +181,21 @@ def _move_kernel(
 
 @triton.jit
 def _half_kernel(
-    source: tl.tensor, out: tl.tensor, own: tl.tensor, num_exchanges: tl.tensor, index: tl.tensor, num_sent: tl.tensor,
+    rows: tl.tensor, own: tl.tensor, num_exchanges: tl.tensor, index: tl.tensor, num_sent: tl.tensor,
     M: tl.tensor, W: tl.tensor, start: tl.tensor, half_nbytes: tl.tensor,
     WRITE: tl.constexpr, K: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """M rows of W columns: ``out[m] = source[index[m]]``, from this rank's half. WRITE: to it.
+    """Row m of ``rows`` [M, W] is row ``index[m]`` of this rank's half. WRITE: row m of the half is that of ``rows``.
 
-    K = 0: ``index[m]`` is m. K > 1: out[m] is the sum over j of source[index[m, j]], in fp32, in order of j.
+    K = 0: ``index[m]`` is m. K > 1: rows[m] is the sum over j of the half's index[m, j], in fp32, in order of j.
     Rows of the half from ``num_sent`` on were sent nowhere, and read as 0.
     """
     half = (tl.load(num_exchanges) - (0 if WRITE else 1)) & 1
-    place = (own + start + half.to(tl.int64) * half_nbytes).to(tl.pointer_type(out.dtype.element_ty), bitcast=True)
+    place = (own + start + half.to(tl.int64) * half_nbytes).to(tl.pointer_type(rows.dtype.element_ty), bitcast=True)
     place = tl.multiple_of(place, ALIGN)
-    if WRITE:
-        out = place
-    else:
-        source = place
-        limit = tl.load(num_sent)
+    source = rows if WRITE else place
+    out = place if WRITE else rows
+    limit = tl.load(num_sent)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
     inside = (row < M)[:, None] & (column < W)
@@ -232,82 +231,61 @@ def meet(
     counts   None: an exchange like an earlier one, whose plan it is
     timeout  seconds after which a rank that waits in vain ends its process's work on the device with an error
     """
-    ranks, own = exchange.num_ranks, len(splits)
-    experts = ranks * own
-    spins = int(min(timeout * _SPINS_PER_SECOND, 2**31 - 1))
-    blocks = [triton.next_power_of_2(each) for each in (experts, own, ranks)]
+    sizes = exchange.num_ranks, len(splits)
+    blocks = [triton.next_power_of_2(each) for each in (sizes[0] * sizes[1], sizes[1], sizes[0])]
     switches = (counts is not None, arrive, wait, not is_interpreted())
-    given = plan if counts is None else counts
-    key = (plan.device, given.dtype, *exchange[4:], experts, most_rows, spins, *switches, given.data_ptr() % 16)
-    with device_of(plan):
-        _launch_meet(
-            key, (1, 1, 1), *exchange[:4], given, plan, splits, most_rows, spins, *Place(exchange, 0).numbers,
-            exchange.rank, ranks, own, *blocks, *switches,
-        )  # fmt: skip
+    pointers = (*exchange[:4], plan if counts is None else counts, plan, splits)
+    spins = int(min(timeout * _SPINS_PER_SECOND, 2**31 - 1))
+    numbers = (most_rows, spins, *Place(exchange, 0).numbers)
+    _launch(_launch_meet, (1, 1), pointers, numbers, (exchange.rank, *sizes, *blocks, *switches))
 
 
 def move_rows(rows: Tensor, place: Place, plan: Tensor, *, push: bool) -> None:
     """Received rows [N, ...] from the senders' halves; ``push``: to them. ``plan``: see ``meet``."""
-    words = _words(rows)
-    if not words.shape[1] or not (len(words) or push):
-        return
-    exchange, (block, height, align) = place.exchange, _tile(words)
-    segments = len(plan) // 2
+    words, exchange, segments = _words(rows), place.exchange, len(plan) // 2
     programs = _PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors(rows.device)
-    constants = (exchange.num_ranks, segments, segments.bit_length(), align, push, height, block)
-    numbers = (*words.shape, *place.numbers)
-    key = (rows.device, words.dtype, words.data_ptr() % 16, numbers, constants)
-    with device_of(rows):
-        _launch_move(
-            key, (programs, 1, 1), words, exchange.buffers, exchange.num_exchanges, plan, *numbers, *constants
-        )  # fmt: skip
+    pointers = (words, exchange.buffers, exchange.num_exchanges, plan)
+    constants = (exchange.num_ranks, segments, segments.bit_length(), push, *_tile(words))
+    _launch(_launch_move, (programs, 1), pointers, (*words.shape, *place.numbers), constants)
 
 
-def write_half(source: Tensor, place: Place, index: Tensor | None = None) -> None:
-    """Write rows [R, ...] to this rank's half; with ``index`` [R]: rows ``source[index]``."""
-    words = _words(source)
-    length = len(words) if index is None else len(index)
-    _run_half(words, words, place, index, None, length, 0 if index is None else 1)
+def copy_half(rows: Tensor, place: Place, plan: Tensor, index: Tensor | None = None, *, write: bool) -> None:
+    """Rows [R, ...] from this rank's half, where rows that were sent nowhere are 0; ``write``: to it.
 
-
-def read_half(out: Tensor, place: Place, plan: Tensor, index: Tensor | None = None) -> None:
-    """Read rows [R, ...] from this rank's half; those that were sent nowhere as 0. ``plan``: see ``meet``.
-
-    index  [T, k]: ``out`` [T, ...] is the sum over j of rows ``index[t, j]``, in fp32, in order of j, rounded once
+    index  write: [R], the half gets ``rows[index]``. Else [T, k]: ``rows`` [T, ...] become the sum over j of the
+           half's ``index[t, j]``, in fp32, in order of j, rounded once
     """
-    top_k = 0 if index is None else index.shape[1]
-    columns = out.view(len(out), -1) if top_k > 1 and len(out) else _words(out)
-    _run_half(columns, columns, place, index, plan[-1:], len(columns), top_k)
-
-
-def _run_half(
-    source: Tensor, out: Tensor, place: Place, index: Tensor | None, num_sent: Tensor | None, length: int, top_k: int
-) -> None:
-    width, exchange = out.shape[1], place.exchange
-    if not length or not width:
+    top_k = 0 if index is None else 1 if index.dim() == 1 else index.shape[1]
+    columns = rows.view(len(rows), -1) if top_k > 1 and len(rows) else _words(rows)
+    length = len(rows) if index is None else len(index)
+    if not length:
         return
-    block, height, align = _tile(out)
-    index, write = exchange.num_exchanges if index is None else index, num_sent is None
-    numbers = (length, width, *place.numbers)
-    constants = (write, top_k, align, height, block)
-    pointers = (source, out, exchange.own, exchange.num_exchanges, index, index if num_sent is None else num_sent)
-    key = (out.device, out.dtype, index.dtype, *(each.data_ptr() % 16 for each in pointers), numbers, constants)
-    grid = (triton.cdiv(length, height), triton.cdiv(width, block), 1)
-    with device_of(out):
-        _launch_half(key, grid, *pointers, *numbers, *constants)
+    exchange, (align, height, block) = place.exchange, _tile(columns)
+    index = exchange.num_exchanges if index is None else index
+    grid = (triton.cdiv(length, height), triton.cdiv(columns.shape[1], block))
+    pointers = (columns, exchange.own, exchange.num_exchanges, index, plan[-1:])
+    numbers = (length, columns.shape[1], *place.numbers)
+    _launch(_launch_half, grid, pointers, numbers, (write, top_k, align, height, block))
+
+
+def _launch(
+    kernel: Launches, grid: tuple[int, int], pointers: tuple[Tensor, ...], numbers: tuple[int, ...],
+    constants: tuple[Any, ...],
+) -> None:  # fmt: skip
+    key = (pointers[0].device, kinds_of(*pointers), numbers, constants)
+    with device_of(pointers[0]):
+        kernel(key, (*grid, 1), *pointers, *numbers, *constants)
 
 
 def _words(rows: Tensor) -> Tensor:
     """Contiguous rows as words [rows, words of a row], 4 bytes each where rows are whole words."""
-    if not len(rows):
-        return rows.view(0, rows[0:0].numel())
-    flat = rows.view(len(rows), -1)
+    flat = rows.view(len(rows), math.prod(rows.shape[1:]))
     nbytes = flat.shape[1] * flat.element_size()
     return flat.view(torch.int32 if nbytes % 4 == 0 else torch.int16 if nbytes % 2 == 0 else torch.uint8)
 
 
 def _tile(words: Tensor) -> tuple[int, int, int]:
-    """Columns and rows of a tile, and the bytes that divide a row."""
+    """The bytes that divide a row, and rows and columns of a tile."""
     nbytes = words.shape[1] * words.element_size()
     block = min(triton.next_power_of_2(words.shape[1]), _TILE)
-    return block, min(_TILE // block, _MOST_ROWS), min(16, nbytes & -nbytes)
+    return min(16, nbytes & -nbytes), min(_TILE // block, _MOST_ROWS), block

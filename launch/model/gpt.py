@@ -20,13 +20,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from ...te_integration import Embedding, Linear, LinearCrossEntropy, autocast
+from ...te_integration import Embedding, Linear, LinearCrossEntropy, TokenDispatcher, autocast
 from ..config.run import ModelConfig
 from ..parallelizing.exchanges import draws_apart, enter, leave, ulysses
 from .feed_forward import FeedForward, make_linear
 from .loss import count_targets, find_padding, mean_loss
-from .moe import MixtureOfExperts, RouterLoss
+from .moe import MixtureOfExperts, RouterStats, router_losses
 
 __all__ = [
     "GPT",
@@ -126,15 +127,15 @@ class Block(nn.Module):
         sin: Tensor,
         mask: Tensor | None = None,
         is_padding: Tensor | None = None,
-    ) -> tuple[Tensor, RouterLoss | None]:
-        """``x`` [B, T, D] -> [B, T, D], and in training the router's losses of a block with experts.
+    ) -> tuple[Tensor, RouterStats | None]:
+        """``x`` [B, T, D] -> [B, T, D], and of a block with experts in training what its router's losses are made of.
 
         is_padding  [B, T] bool: what a block with experts leaves out
         """
         x = x + self.dropout(self.attention(self.attention_norm(x), cos, sin, mask))
         normed = self.ffn_norm(x)
-        y, router_loss = self.ffn(normed, is_padding) if self.has_experts else (self.ffn(normed), None)
-        return x + self.dropout(y), router_loss
+        y, stats = self.ffn(normed, is_padding) if self.has_experts else (self.ffn(normed), None)
+        return x + self.dropout(y), stats
 
 
 class LossParts(NamedTuple):
@@ -183,6 +184,8 @@ class GPT(nn.Module):
         self.rotary_sin: Tensor
         self.context_group: dist.ProcessGroup | None = None
         """The ranks that have the other parts of the sequences; ``share_sequences`` sets it."""
+        self.loss_group: dist.ProcessGroup | None = None
+        """The ranks whose losses are averaged: routers balance experts over the tokens of all of them."""
         self.loss_parts: LossParts | None = None
         """Parts of the loss of the last training forward with targets; None without experts."""
         self.reset_parameters()
@@ -217,6 +220,13 @@ class GPT(nn.Module):
             if isinstance(module, GPT | Attention):
                 module.context_group = group
 
+    def share_experts(self, rank: int, size: int, mesh: DeviceMesh | None, transport: str = "all_to_all") -> None:
+        """Keep the ``rank``-th of ``size`` parts of the experts: see ``MixtureOfExperts``."""
+        dispatcher = None if mesh is None else TokenDispatcher(self.config.num_experts, mesh, transport)
+        for block in self.blocks:
+            if isinstance(block.ffn, MixtureOfExperts):
+                block.ffn.share_experts(rank, size, mesh, dispatcher)
+
     def forward(self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
         """``tokens`` [B, T] int64 -> logits [B, T, V], or with ``targets`` [B, T] the mean cross-entropy in nats, fp32.
 
@@ -240,11 +250,11 @@ class GPT(nn.Module):
         mask = None if positions is None else _within_documents(positions)
         is_padding = None if targets is None or not self.config.num_experts else find_padding(targets)
         x = self.dropout(self.embedding(tokens))
-        router_losses = []
+        routers: list[RouterStats] = []
         for block in self.blocks:
-            x, router_loss = block(x, cos, sin, mask, is_padding)
-            if router_loss is not None:
-                router_losses.append(router_loss)
+            x, stats = block(x, cos, sin, mask, is_padding)
+            if stats is not None:
+                routers.append(stats)
         with autocast(enabled=False):  # recipes leave the head as it is: its errors are the loss's
             if targets is None:
                 logits: Tensor = self.head(self.norm(x))
@@ -253,10 +263,10 @@ class GPT(nn.Module):
                 loss: Tensor = self.head(self.norm(x), targets, num_tokens=count_targets(targets))
             else:
                 loss = mean_loss(self.head(self.norm(x)), targets)
-        if router_losses:
-            weighted, balance, z, max_load = map(torch.stack, zip(*router_losses, strict=True))
-            self.loss_parts = LossParts(loss.detach(), balance.mean(), z.mean(), max_load.max())
-            loss = loss + weighted.sum()
+        if routers:
+            of_routers = router_losses(routers, self.config, self.loss_group)
+            self.loss_parts = LossParts(loss.detach(), *of_routers[1:])
+            loss = loss + of_routers.weighted
         return loss
 
 

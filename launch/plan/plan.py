@@ -101,6 +101,8 @@ def plan_run(config: Config, ranks: int) -> RunPlan:
     muon, parameters = config.optimizer.muon_of(model), count_of(model)
     if config.mesh.tp > 1 and isinstance(model, GPT):
         cut_gpt(model, 0, config.mesh.tp, None)
+    if config.mesh.ep > 1 and isinstance(model, GPT):
+        model.share_experts(0, config.mesh.ep, None)
     units = lay_out(config, model, muon, ranks // config.mesh.tp)
     return RunPlan(
         config=config,

@@ -77,7 +77,8 @@ def _buckets(config: Config, model: LanguageModel, muon: MuonGroups, ranks: int)
     wrapper, outer_size = with_whole_matrices(config.ddp, muon), config.num_instances
     row, inner_size = placements_of(wrapper), ranks // outer_size
     states = states_of(config, model, muon)
-    sizes = {"slice": inner_size, "dense": inner_size * config.mesh.tp}  # as ``make_grids`` has them
+    # As ``make_grids`` has them.
+    sizes = {"slice": inner_size, "dense": inner_size * config.mesh.tp, "expert": inner_size // config.mesh.ep}
     owned = find_owned_params(model)
     if config.mesh.tp > 1:
         owned = [each._replace(grid_name="slice" if model_slice_of(each.param) else "dense") for each in owned]
@@ -108,8 +109,7 @@ def _units(config: Config, model: LanguageModel, muon: MuonGroups, ranks: int) -
         model.float()  # parameters are fp32 at rest
     names = {id(module): name for name, module in model.named_modules()}
     fsdp, outer_size = config.fsdp, config.num_instances
-    row, inner_size = fsdp.row, ranks // outer_size
-    degree = shard_degree(row, inner_size, outer_size)
+    row, all_inside = fsdp.row, ranks // outer_size
     states = states_of(config, model, muon)
     taken: set[int] = set()
 
@@ -120,6 +120,8 @@ def _units(config: Config, model: LanguageModel, muon: MuonGroups, ranks: int) -
     for module, policy in units_of(model, config.model, fsdp):
         owned = [entry for entry in find_owned_params(module) if id(entry.param) not in taken]
         taken.update(id(entry.param) for entry in owned)
+        inner_size = all_inside // (config.mesh.ep if owned[0].grid_name == "expert" else 1)
+        degree = shard_degree(row, inner_size, outer_size)
         placed[names[id(module)]] = tuple(
             PlacedBucket(
                 layout=layout,

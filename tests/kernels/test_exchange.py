@@ -63,9 +63,10 @@ def send(
     num_experts, most_sent = len(counts[0]), max(len(rows) for tensors in sources for rows in tensors)
     received = []
     for rank, tensors in enumerate(sources):
-        for place, source in zip(places(ranks[rank], num_experts, tensors, most_sent), tensors, strict=True):
-            exchange_triton.write_half(source.to(DEVICE), place, None if index is None else index[rank])
         plan = torch.full((2 * num_experts + 1,), -1, dtype=torch.int32, device=DEVICE)
+        for place, source in zip(places(ranks[rank], num_experts, tensors, most_sent), tensors, strict=True):
+            at = None if index is None else index[rank]
+            exchange_triton.copy_half(source.to(DEVICE), place, plan, at, write=True)
         splits = torch.full((num_experts // len(ranks),), -1, device=DEVICE)
         rows = [torch.full((most_rows, *each.shape[1:]), 77, dtype=each.dtype, device=DEVICE) for each in tensors]
         received.append(Received(plan, splits, rows))
@@ -86,7 +87,7 @@ def send_back(ranks: list[Any], received: list[Received], like: list[list[Tensor
     for exchange, mine, tensors in zip(ranks, received, like, strict=True):
         out = [torch.full_like(each, 55, device=DEVICE) for each in tensors]
         for place, rows in zip(places(exchange, num_experts, out, most_sent), out, strict=True):
-            exchange_triton.read_half(rows, place, mine.plan)
+            exchange_triton.copy_half(rows, place, mine.plan, write=False)
         back.append(out)
     return back
 
@@ -162,5 +163,5 @@ def test_tokens_are_copied_by_their_index_and_summed_by_it() -> None:
     for exchange, mine, order, source in zip(ranks, received, copies, x, strict=True):
         out = torch.full((3, 16), torch.nan, dtype=torch.bfloat16, device=DEVICE)
         index_of = torch.empty_like(order).scatter_(0, order, torch.arange(6)).view(3, 2).to(DEVICE)
-        exchange_triton.read_half(out, places(exchange, 2, mine.tensors, 3)[0], mine.plan, index_of)
+        exchange_triton.copy_half(out, places(exchange, 2, mine.tensors, 3)[0], mine.plan, index_of, write=False)
         assert torch.equal(out.cpu(), source + source)

@@ -6,28 +6,28 @@ one meeting of all ranks is enough for each exchange.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ....ddp.collectives.rank_grid import group_size
 from ....ddp.collectives.streams import OnStream, current_stream
 from ....kernels.compat import HAS_TRITON
 from ...torch_internals import symmetric_memory
+from .transport import Meanwhile
 
 if HAS_TRITON:
     from ....kernels.permutation.exchange_triton import (
         Exchange,
         Place,
+        copy_half,
         flags_nbytes,
         meet,
         move_rows,
-        read_half,
-        write_half,
     )
+    from ....kernels.triton_support import is_interpreted
 
 __all__ = ["SymmetricExchange"]
 
@@ -67,14 +67,14 @@ class SymmetricExchange:
     def __init__(
         self,
         num_experts: int,
-        group: dist.ProcessGroup | None,
+        group: dist.ProcessGroup,
         *,
         max_rows: int | None = None,
         capacity_factor: float | None = None,
         timeout: float = 600.0,
     ) -> None:
         self.group = group
-        self.num_ranks = group_size(group)
+        self.num_ranks = group.size()
         self.num_local = num_experts // self.num_ranks
         self.max_rows = max_rows
         self.capacity_factor = self.num_ranks if capacity_factor is None else capacity_factor
@@ -97,7 +97,7 @@ class SymmetricExchange:
         tensors: Sequence[Tensor],
         counts: Tensor,
         sent: _Route | None = None,
-        meanwhile: Callable[[], None] | None = None,
+        meanwhile: Meanwhile = None,
         *,
         index: Sequence[Tensor | None] | None = None,
     ) -> tuple[list[Tensor], Tensor, _Route | None]:
@@ -106,32 +106,17 @@ class SymmetricExchange:
         index  for each tensor [R] or None: the tensor [any, ...] is not sorted, and its rows ``tensor[index]`` are sent
         """
         indices = [None] * len(tensors) if index is None else index
-        if self.num_ranks == 1:
-            if meanwhile is not None:
-                meanwhile()
-            rows = [each if at is None else each[at] for each, at in zip(tensors, indices, strict=True)]
-            return rows, counts, None
-        route = self._route(len(tensors[0] if indices[0] is None else indices[0]), counts) if sent is None else sent
-        sources = [each.contiguous() for each in tensors]
-        places = self._places(sources, route)
-        received = [each.new_empty(route.most_received, *each.shape[1:]) for each in tensors]
-
-        def exchange() -> None:
-            for source, place, at in zip(sources, places, indices, strict=True):
-                write_half(source, place, at)
-            told = counts.contiguous() if sent is None else None
-            meet(places[0].exchange, told, route.plan, route.splits, route.most_received, self.timeout)
-            for rows, place in zip(received, places, strict=True):
-                move_rows(rows, place, route.plan, push=False)
-
-        self._run(exchange, counts.device, meanwhile)
-        return received, route.splits, route
+        rows = len(tensors[0] if indices[0] is None else indices[0])
+        route = self._route(rows, counts) if sent is None else sent
+        told = None if sent is not None else counts.contiguous()
+        lengths = [route.most_received] * len(tensors)
+        return self._travel(tensors, lengths, indices, route, told, meanwhile), route.splits, route
 
     def send_back(
         self,
         tensors: Sequence[Tensor],
-        sent: _Route | None,
-        meanwhile: Callable[[], None] | None = None,
+        sent: _Route,
+        meanwhile: Meanwhile = None,
         *,
         index: Sequence[Tensor | None] | None = None,
     ) -> list[Tensor]:
@@ -141,24 +126,8 @@ class SymmetricExchange:
                and in order of j, rounded once
         """
         indices = [None] * len(tensors) if index is None else index
-        if sent is None:
-            if meanwhile is not None:
-                meanwhile()
-            return list(tensors)
-        sources = [each.contiguous() for each in tensors]
-        places = self._places(sources, sent)
         lengths = [sent.rows if at is None else len(at) for at in indices]
-        back = [each.new_empty(length, *each.shape[1:]) for each, length in zip(tensors, lengths, strict=True)]
-
-        def exchange() -> None:
-            for source, place in zip(sources, places, strict=True):
-                move_rows(source, place, sent.plan, push=True)
-            meet(places[0].exchange, None, sent.plan, sent.splits, sent.most_received, self.timeout)
-            for rows, place, at in zip(back, places, indices, strict=True):
-                read_half(rows, place, sent.plan, at)
-
-        self._run(exchange, sent.plan.device, meanwhile)
-        return back
+        return self._travel(tensors, lengths, indices, sent, None, meanwhile, back=True)
 
     def _route(self, rows: int, counts: Tensor) -> _Route:
         most = rows if self.max_rows is None else self.max_rows
@@ -168,14 +137,41 @@ class SymmetricExchange:
         splits = counts.new_empty(self.num_local, dtype=torch.int64)
         return _Route(plan, splits, rows, most, math.ceil(most * self.capacity_factor))
 
-    def _run(self, exchange: Callable[[], None], device: torch.device, meanwhile: Callable[[], None] | None) -> None:
-        """Run on the current stream, or beside ``meanwhile`` on a side stream, which the current one then waits for."""
+    def _travel(
+        self,
+        tensors: Sequence[Tensor],
+        lengths: Sequence[int],
+        indices: Sequence[Tensor | None],
+        route: _Route,
+        counts: Tensor | None,
+        meanwhile: Meanwhile,
+        *,
+        back: bool = False,
+    ) -> list[Tensor]:
+        """One exchange, on the current stream, or beside ``meanwhile`` on a side stream that the current waits for."""
+        sources = [each.contiguous() for each in tensors]
+        results = [each.new_empty(length, *each.shape[1:]) for each, length in zip(tensors, lengths, strict=True)]
+        places = self._places(sources, route)
+
+        def exchange() -> None:
+            for source, place, at in zip(sources, places, indices, strict=True):
+                if back:
+                    move_rows(source, place, route.plan, push=True)
+                else:
+                    copy_half(source, place, route.plan, at, write=True)
+            meet(places[0].exchange, counts, route.plan, route.splits, route.most_received, self.timeout)
+            for result, place, at in zip(results, places, indices, strict=True):
+                if back:
+                    copy_half(result, place, route.plan, at, write=False)
+                else:
+                    move_rows(result, place, route.plan, push=False)
+
         if meanwhile is None:
             exchange()
-            return
-        stream = current_stream(device)
+            return results
+        stream = current_stream(route.plan.device)
         if self._side is None:
-            self._side = torch.cuda.Stream(device, priority=-1)
+            self._side = torch.cuda.Stream(route.plan.device, priority=-1)
         self._side.wait_stream(stream)
         with OnStream(self._side):
             exchange()
@@ -183,6 +179,7 @@ class SymmetricExchange:
             meanwhile()
         finally:
             stream.wait_stream(self._side)  # memory of this call is the current stream's again
+        return results
 
     def _places(self, tensors: Sequence[Tensor], route: _Route) -> list[Place]:
         """Where each tensor lies in the buffers, which are made, or made larger, where it does not fit."""
@@ -196,9 +193,9 @@ class SymmetricExchange:
         return [Place(exchange, offset) for offset in ends[:-1]]
 
     def _make(self, half_nbytes: int, device: torch.device) -> Exchange:
-        if device.type != "cuda" or not HAS_TRITON or self.group is None:
+        if not HAS_TRITON or not (device.type == "cuda" or is_interpreted()):
             raise ValueError(f"SymmetricExchange needs Triton and tensors on CUDA; got {device}")
-        if torch.cuda.is_current_stream_capturing():
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 f"SymmetricExchange: an exchange of {half_nbytes} bytes in a capture needs buffers first: run it once "
                 f"before, with as many rows"
@@ -207,7 +204,8 @@ class SymmetricExchange:
         own = memory.empty(flags_nbytes(self.num_ranks) + 2 * half_nbytes, dtype=torch.uint8, device=device)
         own.zero_()
         # No rank signals before all have cleared their flags, since all must come to the rendezvous.
-        torch.cuda.synchronize(device)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         handle = memory.rendezvous(own, self.group.group_name)
         self._memory.append((own, handle))
         peers = [handle.get_buffer(rank, (1,), torch.uint8).data_ptr() for rank in range(self.num_ranks)]
