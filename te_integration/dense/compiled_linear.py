@@ -32,14 +32,16 @@ class InGraph(NamedTuple):
     recipe: int
     ranks: Ranks | None = None
     """The ranks of a column-parallel product without a recipe, which exchanges its operands itself."""
+    shares: bool = False
+    """Whether it hands its input on to other products, and sums what they add to the input's gradient."""
 
-    def multiply(self, input: Tensor, weights: Sequence[Tensor], bias: Tensor | None) -> Tensor:
+    def multiply(self, input: Tensor, weights: Sequence[Tensor], bias: Tensor | None) -> Any:
         """See ``compiled_linear``."""
         module = self.module
         module.check_input(input, weights[0])
         key, transposed = module._wgrad_key, module.transposed
-        arguments = input, weights, bias, key, self.product
-        return compiled_linear(*arguments, transposed=transposed, recipe=self.recipe, ranks=self.ranks)
+        arguments = input, weights, bias, key, self.product, transposed, self.recipe, self.ranks, self.shares
+        return compiled_linear(*arguments)
 
 
 class _OutsideGraph(NamedTuple):
@@ -83,22 +85,22 @@ def compiled_linear(
     bias: Tensor | None,
     key: Tensor,
     product: int,
-    *,
     transposed: bool = False,
     recipe: int = -1,
     ranks: Ranks | None = None,
-) -> Tensor:
+    shares: bool = False,
+) -> Any:
     """``y = x W^T + b``, inside a graph; ``ProductUse.multiply`` has the shapes and dtypes.
 
     key      of the module: ``WgradHandle.key``
     product  index of the product in the module, for ``WgradHandle.deliver``
     recipe   by its ``number_of``; -1: none
     ranks    see ``InGraph``
+    shares   likewise; then a pair of y and of the input for others
     """
     input = cast(input, dtype_of_products(input))
-    arguments = input, key, product, transposed, recipe, torch.is_grad_enabled(), ranks, bias, *weights
-    output: Tensor = _CompiledLinear.apply(*arguments)
-    return output
+    arguments = input, key, product, transposed, recipe, torch.is_grad_enabled(), ranks, shares, bias, *weights
+    return _CompiledLinear.apply(*arguments)
 
 
 # A compiler calls the function once instead of tracing its Python, and traces the operations of both passes as it does
@@ -122,14 +124,15 @@ class _CompiledLinear(torch.autograd.Function):
         recipe: int,
         trains: bool,
         ranks: Ranks | None,
+        shares: bool,
         bias: Tensor | None,
         *weights: Tensor,
-    ) -> Tensor:
+    ) -> Any:
         if recipe < 0:
             whole = x if ranks is None else ranks.finish_gather(ranks.start_gather(x))
             y, of_input = linear_product(whole, weights, bias, transposed=transposed), [whole]
         else:
-            needs_dx, needs_dw = trains and ctx.needs_input_grad[0], trains and True in ctx.needs_input_grad[8:]
+            needs_dx, needs_dw = trains and ctx.needs_input_grad[0], trains and True in ctx.needs_input_grad[9:]
             rows, *of_input = _forward_op(rows_of(x), weights, bias, recipe, transposed, needs_dx, needs_dw)
             y = rows.view(*x.shape[:-1], rows.shape[1])
         ctx.save_for_backward(key, *weights, *of_input)
@@ -137,20 +140,21 @@ class _CompiledLinear(torch.autograd.Function):
         ctx.ranks = ranks
         ctx.input_shape, ctx.input_dtype = x.shape, x.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
-        return y
+        return (y, x.view_as(x)) if shares else y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        dy = grads[0]
+        dy, *of_others = grads
         dy_rows = rows_of(dy)
         key, *saved = ctx.saved_tensors
         weights, operands = saved[: ctx.num_weights], saved[ctx.num_weights :]
-        needs_dx, _, _, _, _, _, _, needs_db, *needs_dw = ctx.needs_input_grad
+        needs_dx, _, _, _, _, _, _, _, needs_db, *needs_dw = ctx.needs_input_grad
         ranks: Ranks | None = ctx.ranks
         dx, columns = None, 0
         if ctx.recipe < 0:
             if needs_dx:
                 dx = cast(input_grad(dy, weights, transposed=ctx.transposed), ctx.input_dtype)
+                dx = sum(of_others, dx)
                 dx = dx if ranks is None else ranks.start_sum(dx)
             operands = [dy_rows, cast(rows_of(operands[0]), dy.dtype)]
         else:
@@ -164,7 +168,7 @@ class _CompiledLinear(torch.autograd.Function):
             wgrad(operands, key, ctx.product, ctx.recipe, columns, None if ranks is None else dx)
         if ranks is not None and dx is not None:
             dx = ranks.finish_sum(dx)
-        return (dx, None, None, None, None, None, None, db, *[None] * len(weights))
+        return (dx, None, None, None, None, None, None, None, db, *[None] * len(weights))
 
 
 def _columns(recipe: int, tokens: int) -> int:

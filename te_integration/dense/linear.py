@@ -81,7 +81,7 @@ class _Brought:
     """``LinearModule.execution`` in code that a compiler traces. Of ``compiled_linear.py``."""
     name_for_graphs: Callable[["LinearModule"], None]
     """Makes the object by which compiled code names a module. Of ``compiled_wgrad.py``."""
-    multiply_over_ranks: Callable[..., Tensor]
+    multiply_over_ranks: Callable[..., Any]
     """``LinearModule.multiply`` with collectives around it. Of ``tensor_parallel.py``."""
     cut_over_ranks: Callable[..., None]
     """Leaves a new module its slices of the parameters. Of ``tensor_parallel.py``."""
@@ -332,10 +332,15 @@ class Linear(SplitLinear, nn.Linear):
         """The product with the local weight of a layer that tensor parallelism has cut."""
         return self.multiply(input, (self.weight,), bias, self.queue_now())
 
-    def multiply_columns(self, input: Tensor, bias: Tensor | None, group: str, size: int, rank: int) -> Tensor:
-        """``multiply_slice`` for rows of the weight, where the whole input's gradient is summed over the ranks."""
-        ranks = Ranks(group, size, rank, None)
-        return brought.multiply_over_ranks(self, "column", ranks, input, (self.weight,), bias, self.queue_now())
+    def multiply_columns(
+        self, input: Tensor, bias: Tensor | None, group: str, size: int, rank: int, *, shares: bool
+    ) -> Any:
+        """``multiply_slice`` for rows of the weight, where the whole input's gradient is summed over the ranks.
+
+        With ``shares`` a pair of this and of the input for other products: what they add to its gradient is summed too.
+        """
+        arguments = Ranks(group, size, rank, None), input, (self.weight,), bias, self.queue_now()
+        return brought.multiply_over_ranks(self, "column", *arguments, shares=shares)
 
     def sizes(self) -> str:
         """The sizes of the layer, by the names of the constructor's arguments."""

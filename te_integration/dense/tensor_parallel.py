@@ -19,6 +19,9 @@ A fused column-parallel product overlaps its collectives in backward with its ow
 So x is kept as the part of the sequence that it was. Compiled code keeps the gathered x: a compiler would merge the two
 gathers, and compute the weight gradient first, if it did not read ``dx``.
 
+Products of one input share one sum where the first hands the input on to the others (``shares``): what they add to the
+input's gradient comes to the first, which adds it to its own dx before the sum starts.
+
 Any other execution (under a recipe, or where autograd delivers) runs between ``to_columns`` and ``from_rows``, which
 overlap nothing. Legend: T rows, K input features, N output features, p ranks.
 """
@@ -58,10 +61,13 @@ def multiply_over_ranks(
     queue: WgradQueue | None,
     product: int = 0,
     only_save: bool = False,
-) -> Tensor:
+    *,
+    shares: bool = False,
+) -> Any:
     """``x W^T + b`` of local tensors, with the collectives of ``mode``. Other arguments: ``LinearModule.multiply``.
 
-    Returns the local output; its gradient must be local too, and is not to be summed over the ranks.
+    Returns the local output; its gradient must be local too, and is not to be summed over the ranks. With ``shares``
+    (column-parallel, without sequence parallelism) a pair of it and of the input for other products.
     """
     waiting = filling(queue)
     execution = module.execution(input, weights, queue, product, only_save)
@@ -75,11 +81,12 @@ def multiply_over_ranks(
         dtype = dtype_of_products(input)
         if not execution.save_original_input:
             input = cast(input, dtype)
-        columns: Tensor = _Columns.apply(input, execution, dtype, ranks, waiting, *weights, bias)
-        return columns
+        return _Columns.apply(input, execution, dtype, ranks, waiting, shares, *weights, bias)
     if isinstance(execution, InGraph) and execution.recipe < 0:
-        return execution._replace(ranks=ranks).multiply(input, weights, bias)
-    return execution.multiply(to_columns(input, ranks, waiting), weights, bias)
+        return execution._replace(ranks=ranks, shares=shares).multiply(input, weights, bias)
+    input = to_columns(input, ranks, waiting)
+    output = execution.multiply(input, weights, bias)
+    return (output, input) if shares else output
 
 
 def to_columns(input: Tensor, ranks: Ranks, waiting: Filling = None) -> Tensor:
@@ -105,31 +112,35 @@ class _Columns(torch.autograd.Function):
         dtype: torch.dtype,
         ranks: Ranks,
         waiting: Filling,
+        shares: bool,
         *weights_and_bias: Any,
-    ) -> Tensor:
+    ) -> Any:
         *weights, bias = weights_and_bias
         x = cast(input, dtype)
-        needs_dw = True in ctx.needs_input_grad[5:-1]
+        needs_dw = True in ctx.needs_input_grad[6:-1]
         ctx.save_for_backward(input if needs_dw else None, *(weights if ctx.needs_input_grad[0] else ()))
         ctx.use, ctx.ranks, ctx.waiting = use, ranks, waiting
         ctx.outer_backward = current_backward()
         ctx.input_dtype, ctx.weight_dtype = input.dtype, weights[0].dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
-        return linear_product(ranks.finish_gather(ranks.start_gather(x)), weights, bias, transposed=use.transposed)
+        y = linear_product(ranks.finish_gather(ranks.start_gather(x)), weights, bias, transposed=use.transposed)
+        return (y, input.view_as(input)) if shares else y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        dy = grads[0]
+        dy, *of_others = grads
         x, *weights = ctx.saved_tensors
         use: ProductUse = ctx.use
         ranks: Ranks = ctx.ranks
         _refuse_second_derivatives(use.owner)
-        needs_dx, _, _, _, _, *needs_dw, needs_db = ctx.needs_input_grad
+        needs_dx, _, _, _, _, _, *needs_dw, needs_db = ctx.needs_input_grad
         wanted, places = wanted_and_places(ctx, needs_dw)
         gathering = None if x is None else ranks.start_gather(cast(x, dy.dtype))
         dx = None
         if needs_dx:
             dx = cast(input_grad(dy, weights, transposed=use.transposed), ctx.input_dtype)
+            for each in of_others:
+                dx += each
             dx = ranks.start_sum(dx, in_place=True)
             fill_wait(ctx.waiting)
         dy_rows = rows_of(dy)
@@ -140,7 +151,7 @@ class _Columns(torch.autograd.Function):
             results = weight_grads(ctx, wanted, places, (x_rows, dy_rows) if use.transposed else (dy_rows, x_rows))
         if dx is not None:
             dx = ranks.finish_sum(dx)
-        return (dx, None, None, None, None, *results, db)
+        return (dx, None, None, None, None, None, *results, db)
 
 
 watch_prehooks(_Columns)
@@ -208,8 +219,9 @@ class TensorParallelModule(MadeClass, LinearModule):
         only_save: bool = False,
     ) -> Tensor:
         """See ``multiply_over_ranks``."""
-        mode = self.modes[product]
-        return multiply_over_ranks(self, mode, self.ranks, input, weights, bias, queue, product, only_save)
+        arguments = self.ranks, input, weights, bias, queue, product, only_save
+        output: Tensor = multiply_over_ranks(self, self.modes[product], *arguments)
+        return output
 
     def reset_parameters(self) -> None:
         """Initialise all parameters again. Ranks with one random state get slices of one whole."""

@@ -47,6 +47,7 @@ def localize(module: _Module, ignored: Collection[int] = ()) -> _Module:
     from .forwards import show_in_forward
     from .layouts import LAYOUTS, layout_of, layouts_of
     from .optimizers import set_slice_of
+    from .products import share_inputs
     from .state_dict import install_state_dict_hooks
 
     found = _dtensors(module, ignored)
@@ -57,6 +58,7 @@ def localize(module: _Module, ignored: Collection[int] = ()) -> _Module:
     for owner, _, _ in found:
         show_in_forward(owner)
         install_state_dict_hooks(owner)
+    share_inputs(module)
     for owner in module.modules():
         for name, layout in layouts_of(owner).items():
             known = owner._parameters.get(name)

@@ -10,7 +10,8 @@ Replicate            Replicate    Replicate     Replicate                       
 ===================  ===========  ============  ==============================  ============
 
 Where torch's ``ColwiseParallel`` would make the DTensor x of a plain tensor, and sum its gradient behind the layer's
-backward, the layer takes the plain tensor, and sums under its own product for dW.
+backward, the layer takes the plain tensor, and sums under its own product for dW. Layers to which one parent gives
+one input (query, key and value; gate and up) share one sum.
 
 In the last row each rank has all rows, and multiplies its part of them for dW. Everything else goes through torch's
 dispatch, and autograd delivers the weight gradient.
@@ -30,7 +31,7 @@ from ...contract.module import FusedWgradModule
 from .hugging_face import calls_inner_forward
 from .layouts import from_local, layouts_of, to_local
 
-__all__ = ["multiplies", "multiply", "take_plain_inputs"]
+__all__ = ["multiplies", "multiply", "share_inputs", "take_plain_inputs"]
 
 _prepare_input = private_name(
     "torch.distributed.tensor.parallel.ColwiseParallel._prepare_input_fn",
@@ -39,6 +40,8 @@ _prepare_input = private_name(
 )
 _PLAIN = "_maingrad_sums_over"
 """Attribute of modules that take plain inputs: name, size and own place of the ranks over which dx is summed."""
+_SHARED = "_maingrad_shared_input"
+"""Attribute of modules that take plain inputs: the ``SharedInput`` of the layers beside them."""
 
 
 def multiplies(module: nn.Module) -> bool:
@@ -54,7 +57,7 @@ def multiply(module: Any, *args: Any, **kwargs: Any) -> Any:
     x, layouts = args[0] if args else None, layouts_of(module)
     if isinstance(x, Tensor) and not isinstance(x, DTensor):
         if _PLAIN in module.__dict__:
-            y, layout = module.multiply_columns(x, module.bias, *module.__dict__[_PLAIN]), layouts["weight"]
+            y, layout = _multiply_columns(module, x), layouts["weight"]
             return from_local(y, layout.mesh, Shard(x.dim() - 1), (*x.shape[:-1], layout.shape[0]))
         if calls_inner_forward(module):  # transformers unwraps the input of a module that is to run on local tensors
             return type(module).forward(module, *args, **kwargs)
@@ -85,6 +88,47 @@ def multiply(module: Any, *args: Any, **kwargs: Any) -> Any:
     else:
         return None
     return from_local(y, mesh, out, (*x.shape[:-1], weight.shape[0]))
+
+
+def _multiply_columns(module: Any, x: Tensor) -> Any:
+    shared: SharedInput | None = module.__dict__.get(_SHARED)
+    if shared is None or not shared.is_open:
+        return module.multiply_columns(x, module.bias, *module.__dict__[_PLAIN], shares=False)
+    if shared.input is x:
+        return module.multiply_slice(shared.handed_on, module.bias)
+    y, handed_on = module.multiply_columns(x, module.bias, *module.__dict__[_PLAIN], shares=True)
+    shared.input, shared.handed_on = x, handed_on
+    return y
+
+
+class SharedInput:
+    """The input that a module gives to several of its layers, while its forward runs."""
+
+    is_open = False
+    input: Tensor | None = None
+    handed_on: Tensor | None = None
+    """The input for all layers but the first; its gradient comes to the first one's sum."""
+
+    def open(self, *_: Any) -> None:
+        """Begin a forward of the parent: a pre-hook of it."""
+        self.is_open, self.input, self.handed_on = True, None, None
+
+    def close(self, *_: Any) -> None:
+        """End it: a hook of the parent."""
+        self.is_open, self.input, self.handed_on = False, None, None
+
+
+def share_inputs(module: nn.Module) -> None:
+    """Have layers that take plain inputs share one sum of the input's gradient with those beside them."""
+    for parent in module.modules():
+        layers = [each for each in parent.children() if _PLAIN in each.__dict__ and _SHARED not in each.__dict__]
+        if len(layers) < 2 or len({each.__dict__[_PLAIN] for each in layers}) > 1:
+            continue
+        shared = SharedInput()
+        for each in layers:
+            each.__dict__[_SHARED] = shared
+        parent.register_forward_pre_hook(shared.open)
+        parent.register_forward_hook(shared.close, always_call=True)
 
 
 def take_plain_inputs(module: Any) -> None:

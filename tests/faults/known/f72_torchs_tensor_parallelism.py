@@ -6,6 +6,8 @@ RULES = "tests/te_integration/tensor_parallel/test_rules.py::"
 LLAMA = "tests/te_integration/tensor_parallel/test_llama.py::"
 LOCALIZE = "tests/te_integration/tensor_parallel/test_localize.py::"
 TRANSFORMERS = "tests/te_integration/tensor_parallel/test_transformers.py::"
+SHARED = "tests/te_integration/tensor_parallel/test_shared_sums.py::"
+DENSE = "maingrad.te_integration.dense."
 ROOM = "maingrad.ddp.plan.tensor_parallel."
 
 FAULTS = [
@@ -151,5 +153,29 @@ FAULTS = [
         changes=[
             Change("maingrad.fsdp.fully_shard", "fully_shard", "grid._replace(tensor=tensor_ranks).axes", "grid.axes")
         ],
+    ),
+    Fault(
+        "72p-what-others-add-to-a-shared-input-is-lost",
+        sentence="The sum of a shared input's gradient has what the first product adds, and nothing of the others.",
+        tests=[SHARED + "test_three_products_of_one_input_are_summed_once[True-False]"],
+        changes=[Change(DENSE + "tensor_parallel", "_Columns.backward", "dx += each", "pass")],
+    ),
+    Fault(
+        "72q-what-others-add-to-a-compiled-shared-input-is-lost",
+        sentence="The same in compiled code.",
+        tests=[SHARED + "test_three_products_of_one_input_are_summed_once[True-True]"],
+        changes=[Change(DENSE + "compiled_linear", "_CompiledLinear.backward", "dx = sum(of_others, dx)", "pass")],
+    ),
+    Fault(
+        "72r-another-input-is-taken-for-the-shared-one",
+        sentence="Layers beside one another get the first one's input, whatever theirs is.",
+        tests=[SHARED + "test_other_inputs_have_sums_of_their_own"],
+        changes=[Change(ROOM + "products", "_multiply_columns", "shared.input is x", "shared.input is not None")],
+    ),
+    Fault(
+        "72s-a-shared-input-outlives-its-forward",
+        sentence="A layer keeps its input after the forward of its module, which has failed.",
+        tests=[SHARED + "test_an_input_is_kept_for_the_forward_of_its_module_alone"],
+        changes=[Change(ROOM + "products", "share_inputs", ", always_call=True", "")],
     ),
 ]

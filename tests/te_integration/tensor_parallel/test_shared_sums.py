@@ -1,0 +1,134 @@
+"""Layers to which one module gives one input share one sum of its gradient over the tensor-parallel ranks."""
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import pytest
+import torch
+from gloo import run_ranks
+from parallel_llama import make_mesh
+from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from maingrad.ddp import DistributedDataParallel
+from maingrad.te_integration import convert_linears
+from maingrad.te_integration.dense.products import Ranks
+
+
+class Attention(nn.Module):
+    """Query, key and value of one input, or of two; ``fails``: after the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(8, 8, bias=index == 1) for index in range(4))
+        self.other: Tensor | None = None
+        self.fails = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x if self.other is None else self.other
+        q = self.q(x)
+        if self.fails:
+            raise KeyError("in the middle")
+        out: Tensor = self.o(torch.tanh(q) * self.k(y) + self.v(y))
+        return out
+
+
+PLAN = {name: ColwiseParallel() for name in ("q", "k", "v")} | {"o": RowwiseParallel()}
+
+
+def models(fuse: bool) -> tuple[Attention, DistributedDataParallel]:
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    plain = Attention()
+    model = copy.deepcopy(plain)
+    mesh = make_mesh(1, 2)
+    if fuse:
+        convert_linears(model)
+    parallelize_module(model, mesh["tp"], PLAN)
+    return plain, DistributedDataParallel(model, process_group=mesh["dp"], tensor_parallel_group=mesh["tp"])
+
+
+@contextmanager
+def counted() -> Iterator[list[int]]:
+    """How many sums are started meanwhile, of outputs and of gradients."""
+    started, start = [0], Ranks.start_sum
+
+    def counting(ranks: Ranks, x: Tensor, **options: bool) -> Tensor:
+        started[0] += 1
+        return start(ranks, x, **options)
+
+    with mock.patch.object(Ranks, "start_sum", counting):
+        yield started
+
+
+def assert_same(plain: Attention, model: DistributedDataParallel, *inputs: Callable[[], Tensor]) -> None:
+    """Gradients of the inputs, and of this rank's rows of each weight."""
+    results = []
+    for each in (plain, model):
+        x, *others = [make().requires_grad_() for make in inputs]
+        (each if each is plain else model.module).other = others[0] if others else None
+        each(x).square().sum().backward()
+        results.append([x.grad, *(other.grad for other in others)])
+    torch.testing.assert_close(results[1], results[0])
+    model.finish_grad_sync()
+    rank = torch.distributed.get_rank()
+    for name in ("q", "k", "v"):
+        whole = getattr(plain, name).weight.grad.chunk(2)[rank]
+        torch.testing.assert_close(getattr(model.module, name).weight.main_grad, whole)
+
+
+def one_input(fuse: bool, compiled: bool) -> int:
+    plain, model = models(fuse)
+    if compiled:
+        model.module.compile(backend="aot_eager", fullgraph=True)
+    with counted() as started:
+        assert_same(plain, model, lambda: torch.linspace(-1, 1, 24).view(3, 8))
+    return started[0]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("fuse", [False, True])
+def test_three_products_of_one_input_are_summed_once(fuse: bool, compiled: bool) -> None:
+    """Unfused layers go through torch's dispatch, whose sums are torch's."""
+    for started in run_ranks(one_input, 2, fuse, compiled):
+        assert started == (1 if fuse else 0)
+
+
+def two_inputs() -> int:
+    plain, model = models(fuse=True)
+    with counted() as started:
+        assert_same(
+            plain, model, lambda: torch.linspace(-1, 1, 24).view(3, 8), lambda: torch.linspace(0, 1, 24).view(3, 8)
+        )
+    return started[0]
+
+
+def test_other_inputs_have_sums_of_their_own() -> None:
+    assert run_ranks(two_inputs, 2) == [2, 2]
+
+
+def nothing_kept() -> None:
+    plain, model = models(fuse=True)
+    x = torch.linspace(-1, 1, 24).view(3, 8)
+    model.module.fails = True
+    with pytest.raises(KeyError):
+        model(x.clone().requires_grad_())
+    model.module.fails = False
+    copied = copy.deepcopy(model.module)
+    (shared, of_copy) = (each.q._maingrad_shared_input for each in (model.module, copied))
+    assert shared.input is None and of_copy.input is None
+    assert of_copy is copied.k._maingrad_shared_input and of_copy is not shared
+    # A layer that is called by itself sums by itself, and its input is not kept.
+    with counted() as started:
+        for layer in (model.module.q, model.module.k):
+            layer(x.requires_grad_()).square().sum().backward()
+    assert started[0] == 2
+    assert shared.input is None
+    expected = [torch.autograd.grad(layer(x).square().sum(), x)[0] for layer in (plain.q, plain.k)]
+    torch.testing.assert_close(x.grad, sum(expected))
+
+
+def test_an_input_is_kept_for_the_forward_of_its_module_alone() -> None:
+    run_ranks(nothing_kept, 2)
