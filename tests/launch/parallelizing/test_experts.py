@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from expert_models import tiny
+from expert_models import published, tiny
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -247,6 +247,23 @@ def test_state_dicts_are_whole_and_take_whole_ones() -> None:
     for found in simulate(load, 2):
         assert found.keys() == whole.keys()
         assert all(torch.equal(found[name], each) for name, each in whole.items())
+
+
+def test_experts_on_meta_are_drawn_whole() -> None:
+    """Ranks of one seed have parts of one draw, and not one draw each."""
+
+    def draw(module: nn.Module) -> None:
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            nn.init.normal_(tensor)
+
+    def build() -> dict[str, Tensor]:
+        model = published("qwen3_moe", tiny=True)
+        torch.manual_seed(3)
+        return whole_weights(parallelize(model, "zero3", ep=2, device="cpu", init_fn=draw))
+
+    first = torch.empty(8, 48, 32).normal_(generator=torch.Generator().manual_seed(3))
+    for found in simulate(build, 2):
+        assert torch.equal(found["model.layers.0.mlp.experts.gate_up_proj"], first)
 
 
 # ---- What is refused. ----
