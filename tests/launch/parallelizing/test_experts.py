@@ -14,6 +14,7 @@ from expert_models import published, tiny
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from maingrad.ddp import WORLD_OF_ONE, load_checkpoint, save_checkpoint
 from maingrad.launch import make_optimizer, parallelize, simulate
@@ -187,6 +188,18 @@ def run_own(parallel: str, *, cut: bool) -> Trained:
 def test_experts_that_are_dtensors(parallel: str) -> None:
     expected = simulate(lambda: run_own("ddp", cut=False), RANKS)
     assert_same(simulate(lambda: run_own(parallel, cut=True), RANKS), expected, unfused=True)
+
+
+def test_cut_matrices_over_data_parallel_ranks_are_no_experts() -> None:
+    """``mesh=`` was forgotten: the wrapper refuses, as it would without experts."""
+
+    def refused() -> None:
+        mesh, model = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp")), OwnModel()
+        parallelize_module(model, mesh["tp"], {"first": ColwiseParallel()})
+        with pytest.raises(ValueError, match=r"tensor.parallel"):
+            parallelize(model, "zero1")
+
+    simulate(refused, 2)
 
 
 # ---- Checkpoints and state dicts. ----
