@@ -140,7 +140,8 @@ def test_second_derivatives_are_refused_by_name() -> None:
 
 def of_the_docs() -> tuple[float, list[Tensor], list[Tensor]]:
     page = Path(__file__).resolve().parents[4] / "docs/mixture_of_experts.md"
-    _, program = re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL)
+    section = page.read_text().partition("\n## Experts over ranks\n")[2]
+    program, *_ = re.findall(r"```python\n(.*?)```", section, flags=re.DOTALL)
     names: dict[str, Any] = {}
     exec(program, names)
     experts = [param for param in names["model"].parameters() if not getattr(param, "allreduce", True)]
