@@ -75,6 +75,22 @@ def test_gradients_are_the_same(how: str) -> None:
             torch.testing.assert_close(one, other, rtol=0.0, atol=tolerance)
 
 
+def test_a_recompute_sends_no_row_back() -> None:
+    """Backward needs the rows of the experts again, and not what the block returns."""
+    events: list[tuple[int, str]] = []
+
+    def launches(recompute: bool) -> None:
+        block, x = Block(), make_tokens(dist.get_rank(), 5).x.requires_grad_()
+        (checkpoint(block, x, use_reentrant=False) if recompute else block(x)).sum().backward()
+
+    numbers = []
+    for recompute in (False, True):
+        events.clear()
+        simulate(launches, 2, recompute, schedule=events)
+        numbers.append(sum(rank == 0 and event.startswith("launch all_to_all") for rank, event in events))
+    assert numbers == [7, 10]  # counts, rows and probabilities once more
+
+
 def test_real_ranks_compute_what_simulated_ones_do() -> None:
     for found, expected in zip(run_ranks(run, 2, "delay"), simulate(run, 2, "delay"), strict=True):
         assert all(map(torch.equal, found, expected))
