@@ -145,6 +145,27 @@ def test_rows_behind_the_bound_are_dropped_and_come_back_as_zeros() -> None:
     assert second[0][:, 0].tolist() == [11, 12, 0, 0, 0, 0]
 
 
+def test_a_rank_may_be_an_exchange_ahead() -> None:
+    """Rank 0 writes the rows of its next exchange, either way, before rank 1 has read those of the last one."""
+    ranks, counts = exchanges(2), [torch.tensor([0, 3]), torch.tensor([3, 0])]
+    rows, plans = [torch.full((3, 8), rank + 1.0, device=DEVICE) for rank in range(2)], []
+    place = [places(each, 2, rows[:1], 3)[0] for each in ranks]
+    for rank in range(2):
+        plan, splits = (
+            torch.zeros(5, dtype=torch.int32, device=DEVICE),
+            torch.zeros(1, dtype=torch.int64, device=DEVICE),
+        )
+        plans.append(Received(plan, splits, [torch.empty(3, 8, device=DEVICE)]))
+        exchange_triton.copy_half(rows[rank], place[rank], plan, write=True)
+    meet(ranks, counts, plans, 3)
+    exchange_triton.move_rows(plans[0].tensors[0], place[0], plans[0].plan, push=False)
+    exchange_triton.move_rows(rows[0] * 10, place[0], plans[0].plan, push=True)
+    exchange_triton.copy_half(rows[0] * 10, place[0], plans[0].plan, write=True)
+    exchange_triton.move_rows(plans[1].tensors[0], place[1], plans[1].plan, push=False)
+    assert (plans[0].tensors[0] == 2).all()
+    assert (plans[1].tensors[0] == 1).all()
+
+
 def test_tokens_are_copied_by_their_index_and_summed_by_it() -> None:
     """Two experts for each of three tokens, permuted on the way: no tensor of sorted rows on the sender."""
     ranks = exchanges(2)
