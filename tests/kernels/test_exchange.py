@@ -47,6 +47,10 @@ def meet(ranks: list[Any], counts: list[Tensor] | None, received: list[Received]
             exchange_triton.meet(exchange, told, mine.plan, mine.splits, most_rows, 60.0, **phases)
 
 
+def copy(*arguments: Any, **options: Any) -> None:
+    exchange_triton.copy_rows(*arguments, **options, shape=exchange_triton.MANY)
+
+
 def places(exchange: Any, num_experts: int, tensors: list[Tensor], most_sent: int) -> list[Any]:
     found, offset = [], 8 * num_experts
     for tensor in tensors:
@@ -66,14 +70,14 @@ def send(
         plan = torch.full((2 * num_experts + 1,), -1, dtype=torch.int32, device=DEVICE)
         for place, source in zip(places(ranks[rank], num_experts, tensors, most_sent), tensors, strict=True):
             at = None if index is None else index[rank]
-            exchange_triton.copy_half(source.to(DEVICE), place, plan, at, write=True)
+            copy(source.to(DEVICE), place, plan, at, routed=False, write=True)
         splits = torch.full((num_experts // len(ranks),), -1, device=DEVICE)
         rows = [torch.full((most_rows, *each.shape[1:]), 77, dtype=each.dtype, device=DEVICE) for each in tensors]
         received.append(Received(plan, splits, rows))
     meet(ranks, counts, received, most_rows)
     for exchange, mine in zip(ranks, received, strict=True):
         for place, rows in zip(places(exchange, num_experts, mine.tensors, most_sent), mine.tensors, strict=True):
-            exchange_triton.move_rows(rows, place, mine.plan, push=False)
+            copy(rows, place, mine.plan, routed=True, write=False)
     return received
 
 
@@ -81,13 +85,13 @@ def send_back(ranks: list[Any], received: list[Received], like: list[list[Tensor
     num_experts, most_sent = len(received[0].plan) // 2, max(len(rows) for tensors in like for rows in tensors)
     for exchange, mine in zip(ranks, received, strict=True):
         for place, rows in zip(places(exchange, num_experts, mine.tensors, most_sent), mine.tensors, strict=True):
-            exchange_triton.move_rows(rows, place, mine.plan, push=True)
+            copy(rows, place, mine.plan, routed=True, write=True)
     meet(ranks, None, received, 0)
     back = []
     for exchange, mine, tensors in zip(ranks, received, like, strict=True):
         out = [torch.full_like(each, 55, device=DEVICE) for each in tensors]
         for place, rows in zip(places(exchange, num_experts, out, most_sent), out, strict=True):
-            exchange_triton.copy_half(rows, place, mine.plan, write=False)
+            copy(rows, place, mine.plan, routed=False, write=False)
         back.append(out)
     return back
 
@@ -156,12 +160,12 @@ def test_a_rank_may_be_an_exchange_ahead() -> None:
             torch.zeros(1, dtype=torch.int64, device=DEVICE),
         )
         plans.append(Received(plan, splits, [torch.empty(3, 8, device=DEVICE)]))
-        exchange_triton.copy_half(rows[rank], place[rank], plan, write=True)
+        copy(rows[rank], place[rank], plan, routed=False, write=True)
     meet(ranks, counts, plans, 3)
-    exchange_triton.move_rows(plans[0].tensors[0], place[0], plans[0].plan, push=False)
-    exchange_triton.move_rows(rows[0] * 10, place[0], plans[0].plan, push=True)
-    exchange_triton.copy_half(rows[0] * 10, place[0], plans[0].plan, write=True)
-    exchange_triton.move_rows(plans[1].tensors[0], place[1], plans[1].plan, push=False)
+    copy(plans[0].tensors[0], place[0], plans[0].plan, routed=True, write=False)
+    copy(rows[0] * 10, place[0], plans[0].plan, routed=True, write=True)
+    copy(rows[0] * 10, place[0], plans[0].plan, routed=False, write=True)
+    copy(plans[1].tensors[0], place[1], plans[1].plan, routed=True, write=False)
     assert (plans[0].tensors[0] == 2).all()
     assert (plans[1].tensors[0] == 1).all()
 
@@ -179,10 +183,10 @@ def test_tokens_are_copied_by_their_index_and_summed_by_it() -> None:
         right, _ = expected(counts, rows, rank)
         assert torch.equal(mine.tensors[0][: len(right)].cpu(), right)
     for exchange, mine in zip(ranks, received, strict=True):
-        exchange_triton.move_rows(mine.tensors[0], places(exchange, 2, mine.tensors, 3)[0], mine.plan, push=True)
+        copy(mine.tensors[0], places(exchange, 2, mine.tensors, 3)[0], mine.plan, routed=True, write=True)
     meet(ranks, None, received, 0)
     for exchange, mine, order, source in zip(ranks, received, copies, x, strict=True):
         out = torch.full((3, 16), torch.nan, dtype=torch.bfloat16, device=DEVICE)
         index_of = torch.empty_like(order).scatter_(0, order, torch.arange(6)).view(3, 2).to(DEVICE)
-        exchange_triton.copy_half(out, places(exchange, 2, mine.tensors, 3)[0], mine.plan, index_of, write=False)
+        copy(out, places(exchange, 2, mine.tensors, 3)[0], mine.plan, index_of, routed=False, write=False)
         assert torch.equal(out.cpu(), source + source)

@@ -20,12 +20,13 @@ from .transport import Meanwhile
 
 if HAS_TRITON:
     from ....kernels.permutation.exchange_triton import (
+        FEW,
+        MANY,
         Exchange,
         Place,
-        copy_half,
+        copy_rows,
         flags_nbytes,
         meet,
-        move_rows,
     )
     from ....kernels.triton_support import is_interpreted
 
@@ -152,19 +153,16 @@ class SymmetricExchange:
         sources = [each.contiguous() for each in tensors]
         results = [each.new_empty(length, *each.shape[1:]) for each, length in zip(tensors, lengths, strict=True)]
         places = self._places(sources, route)
+        shape = MANY if meanwhile is None else FEW
 
         def exchange() -> None:
+            # Rows of the sender are permuted on the way, or summed. Those of the receiver are routed by the plan.
             for source, place, at in zip(sources, places, indices, strict=True):
-                if back:
-                    move_rows(source, place, route.plan, push=True)
-                else:
-                    copy_half(source, place, route.plan, at, write=True)
+                copy_rows(source, place, route.plan, None if back else at, routed=back, write=True, shape=shape)
             meet(places[0].exchange, counts, route.plan, route.splits, route.most_received, self.timeout)
             for result, place, at in zip(results, places, indices, strict=True):
-                if back:
-                    copy_half(result, place, route.plan, at, write=False)
-                else:
-                    move_rows(result, place, route.plan, push=False)
+                at = at if back else None
+                copy_rows(result, place, route.plan, at, routed=not back, write=False, shape=shape)
 
         if meanwhile is None:
             exchange()

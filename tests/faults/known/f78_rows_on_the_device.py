@@ -14,15 +14,23 @@ FAULTS = [
         sentence="All exchanges use one half of the buffer: a rank that is ahead overwrites rows that others still read.",
         tests=[AHEAD],
         changes=[
-            Change(KERNELS, "_half_kernel", "(tl.load(num_exchanges) - (0 if WRITE else 1)) & 1", "0"),
-            Change(KERNELS, "_move_kernel", "(tl.load(num_exchanges) - (0 if PUSH else 1)) & 1", "0"),
+            Change(
+                KERNELS,
+                "_copy_kernel",
+                "half = (tl.load(num_exchanges) - (0 if WRITE else 1)) & 1",
+                "half = tl.load(num_exchanges) & 0",
+            )
         ],
     ),
     Fault(
         "78b-rows-that-went-nowhere-hold-what-the-buffer-held",
         sentence="Rows of dropped copies come back as the buffer was, and are summed.",
         tests=[SENT],
-        changes=[Change(KERNELS, "_half_kernel", "mask &= (origin < limit)[:, None]", "mask &= True")],
+        changes=[
+            Change(
+                KERNELS, "_copy_kernel", "is_source &= origin < limit", "is_source &= (origin < limit) | (not ROUTED)"
+            )
+        ],
     ),
     Fault(
         "78c-rows-behind-the-last-expert-are-never-written",
@@ -31,9 +39,9 @@ FAULTS = [
         changes=[
             Change(
                 KERNELS,
-                "_move_kernel",
-                "tl.store(local + column, words, mask=is_word & (row < N)[:, None])",
-                "tl.store(local + column, words, mask=is_word & sent[:, None] & (row < N)[:, None])",
+                "_copy_kernel",
+                "mask=is_target[:, None] & (column < W))",
+                "mask=(is_source if ROUTED and not WRITE else is_target)[:, None] & (column < W))",
             )
         ],
     ),
