@@ -249,19 +249,16 @@ def bench_dispatch(bench, ranks):
         if name == "all_to_all_vdev_2d":
             _symmetric_memory.set_backend("NVSHMEM")
         with ranks.attempt(with_groups=True):
-            way = ROWS[name](bench)
             for dim in bench.dims:
                 for megabytes in bench.megabytes:
-                    done += [
-                        _measure_case(bench, ranks, name, way, megabytes, dim, skewed=skewed)
-                        for skewed in (False, True)
-                    ]
-            del way
-            free_memory(ranks.device)
+                    for skewed in (False, True):
+                        done.append(_measure_case(bench, ranks, name, megabytes, dim, skewed=skewed))
+                        free_memory(ranks.device)
     return done
 
 
-def _measure_case(bench, ranks, name, way, megabytes, dim, *, skewed):
+def _measure_case(bench, ranks, name, megabytes, dim, *, skewed):
+    way = ROWS[name](bench)
     length = megabytes * MB // (2 * dim) // bench.top_k * bench.top_k
     generator = torch.Generator(ranks.device).manual_seed(dist.get_rank())
     rows = torch.randn(length, dim, device=ranks.device, generator=generator).to(torch.bfloat16)
@@ -279,7 +276,6 @@ def _measure_case(bench, ranks, name, way, megabytes, dim, *, skewed):
         replays_equal=worst.get("replays_equal", float("nan")), nbytes=rows.nbytes,
     )  # fmt: skip
     log(", ".join(f"{key} {value}" if isinstance(value, str) else f"{key} {value:.5g}" for key, value in row.items()))
-    free_memory(ranks.device)
     return row
 
 

@@ -29,10 +29,12 @@ import triton.language as tl
 from torch import Tensor
 
 from ..compat import device_of
-from ..triton_support import Launches, is_interpreted, kinds_of, num_multiprocessors
+from ..triton_support import Launches, kinds_of, num_multiprocessors
 
-__all__ = ["FEW", "MANY", "Exchange", "Place", "Shape", "copy_rows", "flags_nbytes", "meet"]
+__all__ = ["FEW", "FLAGS_NBYTES", "MANY", "Exchange", "Shape", "copy_rows", "meet"]
 
+FLAGS_NBYTES = 1024
+"""In front of the halves; for 256 ranks."""
 _MOST_ROWS = 256
 _WORDS = {1: torch.uint8, 2: torch.int16}
 """In which rows are copied, by the bytes that divide them; others as int32."""
@@ -73,29 +75,12 @@ class Exchange(NamedTuple):
     half_nbytes: int
 
 
-class Place(NamedTuple):
-    """Where the rows of a tensor lie in either half: from byte ``offset`` on."""
-
-    exchange: Exchange
-    offset: int
-
-    @property
-    def numbers(self) -> tuple[int, int]:
-        """Bytes from the buffer's start to the place in the first half, and to the other half from there."""
-        return flags_nbytes(self.exchange.num_ranks) + self.offset, self.exchange.half_nbytes
-
-
-def flags_nbytes(num_ranks: int) -> int:
-    """Bytes in front of the halves."""
-    return (num_ranks * 4 + 127) // 128 * 128
-
-
 @triton.jit
 def _meet_kernel(
     buffers: tl.tensor, own: tl.tensor, num_exchanges: tl.tensor, num_dropped: tl.tensor, counts: tl.tensor,
     plan: tl.tensor, splits: tl.tensor, N: tl.tensor, spins: tl.tensor, start: tl.tensor, half_nbytes: tl.tensor,
     RANK: tl.constexpr, RANKS: tl.constexpr, L: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_L: tl.constexpr,
-    BLOCK_RANKS: tl.constexpr, COUNTS: tl.constexpr, ARRIVE: tl.constexpr, WAIT: tl.constexpr, TRAP: tl.constexpr,
+    BLOCK_RANKS: tl.constexpr, COUNTS: tl.constexpr, ARRIVE: tl.constexpr, WAIT: tl.constexpr,
 ) -> None:  # fmt: skip
     """Tell all ranks the counts, and that this rank has come; wait for the others; compute who has which rows.
 
@@ -127,11 +112,10 @@ def _meet_kernel(
             # The difference, since numbers wrap. A rank that is one exchange ahead has come as well.
             while (tl.atomic_add(flag, 0, sem="acquire", scope="sys") - number <= 0) & (looks < spins):
                 looks += 1
-            if TRAP:  # noqa: SIM102
-                if looks >= spins:
-                    tl.inline_asm_elementwise(
-                        "trap; mov.u32 $0, $1;", "=r,r", [looks], dtype=tl.int32, is_pure=False, pack=1
-                    )
+            if looks >= spins:
+                tl.inline_asm_elementwise(
+                    "trap; mov.u32 $0, $1;", "=r,r", [looks], dtype=tl.int32, is_pure=False, pack=1
+                )
         tl.debug_barrier()
         if COUNTS:
             expert, sender = tl.arange(0, BLOCK_L), tl.arange(0, BLOCK_RANKS)
@@ -221,18 +205,20 @@ def meet(
     """
     ranks, own = exchange.num_ranks, len(splits)
     blocks = _power_of_2(ranks * own), _power_of_2(own), _power_of_2(ranks)
-    switches = (counts is not None, arrive, wait, not is_interpreted())
+    switches = (counts is not None, arrive, wait)
     pointers = (*exchange[:4], plan if counts is None else counts, plan, splits)
     spins = int(min(timeout * _SPINS_PER_SECOND, 2**31 - 1))
-    numbers = (most_rows, spins, *Place(exchange, 0).numbers)
+    numbers = (most_rows, spins, FLAGS_NBYTES, exchange.half_nbytes)
     _launch(_launch_meet, (1, 1), pointers, numbers, (exchange.rank, ranks, own, *blocks, *switches))
 
 
 def copy_rows(
-    rows: Tensor, place: Place, plan: Tensor, index: Tensor | None = None, *, routed: bool, write: bool, shape: Shape
-) -> None:
+    exchange: Exchange, offset: int, rows: Tensor, plan: Tensor, index: Tensor | None = None,
+    *, routed: bool, write: bool, shape: Shape,
+) -> None:  # fmt: skip
     """Rows from this rank's half, where rows that were sent nowhere are 0; ``write``: to it.
 
+    offset  bytes in front of them in either half
     rows    [R, ...] of the sender; ``routed``: received rows [N, ...], which are read from the senders' halves, or
             written to them
     plan    see ``meet``
@@ -240,7 +226,7 @@ def copy_rows(
             half's ``index[t, j]``, in fp32, in order of j, rounded once
     """
     top_k = 0 if index is None else 1 if index.dim() == 1 else index.shape[1]
-    exchange, columns = place.exchange, rows.view(rows.shape[0], math.prod(rows.shape[1:]))
+    columns = rows.view(rows.shape[0], math.prod(rows.shape[1:]))
     nbytes = columns.shape[1] * columns.element_size()
     align = min(16, nbytes & -nbytes)
     if top_k <= 1:
@@ -251,7 +237,8 @@ def copy_rows(
     constants = (exchange.rank, exchange.num_ranks, plan.shape[0] // 2, routed, write, top_k, *tile)
     grid = (shape.programs or _PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors(rows.device), -(-width // block))
     pointers = (columns, exchange.buffers, exchange.num_exchanges, plan, plan if index is None else index)
-    numbers = (length if index is None else index.shape[0], width, *place.numbers)
+    length = length if index is None else index.shape[0]
+    numbers = (length, width, FLAGS_NBYTES + offset, exchange.half_nbytes)
     _launch(_launch_copy, grid, pointers, numbers, constants, num_warps=shape.num_warps)
 
 

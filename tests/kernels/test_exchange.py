@@ -19,7 +19,7 @@ HALF_NBYTES = 1 << 16
 
 def exchanges(num_ranks: int, number: int = 0) -> list[Any]:
     """What each rank sees, before exchange ``number``. The halves hold what would be noticed."""
-    flags = exchange_triton.flags_nbytes(num_ranks)
+    flags = exchange_triton.FLAGS_NBYTES
     buffers = [torch.full((flags + 2 * HALF_NBYTES,), 0xFF, dtype=torch.uint8, device=DEVICE) for _ in range(num_ranks)]
     for buffer in buffers:
         buffer[:flags].view(torch.int32).fill_(number)
@@ -47,15 +47,15 @@ def meet(ranks: list[Any], counts: list[Tensor] | None, received: list[Received]
             exchange_triton.meet(exchange, told, mine.plan, mine.splits, most_rows, 60.0, **phases)
 
 
-def copy(*arguments: Any, **options: Any) -> None:
-    exchange_triton.copy_rows(*arguments, **options, shape=exchange_triton.MANY)
+def copy(rows: Tensor, place: Any, *arguments: Any, **options: Any) -> None:
+    exchange_triton.copy_rows(*place, rows, *arguments, **options, shape=exchange_triton.MANY)
 
 
 def places(exchange: Any, num_experts: int, tensors: list[Tensor], most_sent: int) -> list[Any]:
     found, offset = [], 8 * num_experts
     for tensor in tensors:
         offset = (offset + 15) // 16 * 16
-        found.append(exchange_triton.Place(exchange, offset))
+        found.append((exchange, offset))
         offset += most_sent * tensor[:1].nbytes
     assert offset <= HALF_NBYTES
     return found

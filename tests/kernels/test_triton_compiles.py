@@ -59,7 +59,7 @@ _EXCHANGE = {
     "buffers": "*i64/16", "own": "*u8/16", "num_exchanges": "*i32/16", "num_dropped": "*i64/16", "counts": "*i64/16",
     "plan": "*i32/16", "splits": "*i64/16", "N": "i32/16", "spins": "i32", "start": "i32/16",
     "half_nbytes": "i32/16", "RANK": 1, "RANKS": 8, "L": 16, "BLOCK_E": 128, "BLOCK_L": 16, "BLOCK_RANKS": 8,
-    "COUNTS": True, "ARRIVE": True, "WAIT": True, "TRAP": True,
+    "COUNTS": True, "ARRIVE": True, "WAIT": True,
     "rows": "*i32/16", "index": "*i64/16", "W": "i32/16", "S": 128, "K": 0, "ALIGN": 16, "ROWS": 4, "BLOCK": 1024,
 }  # fmt: skip
 _EMBEDDING_PARTS = {

@@ -65,8 +65,8 @@ class TokenDispatcher:
     group        the ranks that hold one of each expert together, a process group or a mesh of one dim; None: all
     transport    "all_to_all": any ranks, and the host waits for the split sizes once in each ``dispatch``;
                  "capacity": any ranks, equal parts, no wait, and rows beyond ``capacity`` are dropped;
-                 "symmetric": GPUs of one NVLink domain, no wait, and ranks have equally many tokens in each call, or
-                 give a ``SymmetricExchange`` with the most;
+                 "symmetric": GPUs of one NVLink domain, no wait but in the first call, which says how many rows a
+                 rank has at most (``SymmetricExchange``);
                  or a ``TokenTransport``
     capacity     most rows that a rank sends to one expert, the same on all ranks. ``transport.num_dropped`` counts on
                  the device those beyond

@@ -61,14 +61,14 @@ ROUTINGS = ["any", "skewed", "one rank", "none to the last", "dropped"]
 def differences() -> list[str]:
     group = nccl()
     exact = TokenDispatcher(EXPERTS, group, AllToAll(EXPERTS, group))
-    symmetric = TokenDispatcher(EXPERTS, group, SymmetricExchange(EXPERTS, group))
+    symmetric = TokenDispatcher(EXPERTS, group, "symmetric")
     uneven = TokenDispatcher(EXPERTS, group, SymmetricExchange(EXPERTS, group, max_rows=300 * TOP_K))
     wrong = []
     for dim, dtype in ((2048, torch.bfloat16), (40, torch.bfloat16), (1, torch.float32), (2880, torch.float16)):
         for seed, routing in enumerate(ROUTINGS):
             for name, dispatcher, count in (
-                ("even", symmetric, 64),
-                ("larger", symmetric, 256),
+                ("even", symmetric, 256),
+                ("fewer", symmetric, 64 + dist.get_rank()),
                 ("uneven", uneven, 300 - 97 * dist.get_rank()),
                 ("a rank without tokens", uneven, 123 if dist.get_rank() == 0 else 0),
             ):
@@ -134,7 +134,7 @@ def mismatches_under_skew(iterations: int) -> tuple[int, int]:
     A row holds its sender and its number, so that each rank knows what it must receive.
     """
     group, rank, ranks = nccl(), dist.get_rank(), dist.get_world_size()
-    transport = SymmetricExchange(EXPERTS, group)
+    transport = SymmetricExchange(EXPERTS, group, max_rows=2048)
     draws = torch.Generator().manual_seed(rank)
     alike = torch.Generator("cuda").manual_seed(7)  # what all ranks send, drawn by each
     wrong, compared = (
@@ -158,8 +158,9 @@ def mismatches_under_skew(iterations: int) -> tuple[int, int]:
         # All rows of all ranks by expert, then sender; this rank's experts first.
         local = (ids - rank * (EXPERTS // ranks)).flatten()
         keys = local.masked_fill((local < 0) | (local >= EXPERTS // ranks), EXPERTS)
-        expected = numbers.flatten()[keys.sort(stable=True)[1]]
-        is_row = torch.arange(len(expected), device="cuda") < splits.sum()
+        is_row = torch.arange(len(rows), device="cuda") < splits.sum()
+        expected = torch.zeros_like(alone)
+        expected[: ranks * length] = numbers.flatten()[keys.sort(stable=True)[1]]
         expected = expected.where(is_row, 0)
         wrong += (rows != expected[:, None]).sum() + (alone != expected).sum()
         back, alone_back = transport.send_back([rows * 2, alone * 3], sent)
