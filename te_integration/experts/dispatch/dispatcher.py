@@ -19,11 +19,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ....ddp.collectives.rank_grid import Ranks, check_member, group_or_default, group_size
 from ....ddp.contract.delay_blocks import queue_of_block
+from ....kernels.quantized import QuantSpec
 from ...dense.compiled_wgrad import run_outside_graph
+from ...recipes import recipe_now
 from ...wgrad_queue import Filling, WgradQueue, fill_wait, filling
 from ..moe_permutation import RowIdMap, moe_permute, moe_permute_with_probs, moe_unpermute
 from .all_to_all import AllToAll
 from .capacity import Capacity
+from .quantized_rows import RowSpecs, send_rows
 from .symmetric import SymmetricExchange
 from .transport import Meanwhile, TokenTransport
 
@@ -40,14 +43,28 @@ _TRANSPORTS: dict[str, Callable[[int, dist.ProcessGroup | None], TokenTransport]
 }
 
 
+class _Way(NamedTuple):
+    """How rows have travelled, to travel so again in backward."""
+
+    counts: Tensor
+    sent: Any
+    """The transport's own."""
+    waiting: Filling
+    of_grad: QuantSpec | None
+    """How gradients of rows are quantised on their way to experts."""
+
+    @property
+    def in_backward(self) -> Meanwhile:
+        """What backward does while rows travel."""
+        return None if self.waiting is None else partial(fill_wait, self.waiting)
+
+
 class Dispatched(NamedTuple):
     """What ``dispatch`` tells ``combine``."""
 
     sorting: RowIdMap
     """This rank's tokens in the order of all E experts."""
-    sent: Any
-    """The transport's own."""
-    waiting: Filling
+    way: _Way
     meanwhile: Any
     """What ``meanwhile`` has returned."""
 
@@ -70,6 +87,8 @@ class TokenDispatcher:
                  or a ``TokenTransport``
     capacity     most rows that a rank sends to one expert, the same on all ranks. ``transport.num_dropped`` counts on
                  the device those beyond
+    quantize_rows  under a recipe with scales for parts of a row (``Float8BlockScaling``, ``MXFP8BlockScaling``) rows,
+                 and in backward their gradients, travel to the experts in 8 bits
 
     All ranks call it in one order, a rank without tokens too. One dispatcher may serve all layers. Backward computes
     what a ``WgradQueue(fill_waits=True)`` holds while rows travel. Compiled code breaks its graph at both methods.
@@ -83,9 +102,10 @@ class TokenDispatcher:
         transport: str | TokenTransport = "all_to_all",
         *,
         capacity: int | None = None,
+        quantize_rows: bool = False,
     ) -> None:
         check_member(group, "group")
-        self.num_experts = num_experts
+        self.num_experts, self.quantize_rows = num_experts, quantize_rows
         self.group = group.get_group() if isinstance(group, DeviceMesh) else group_or_default(group, "group")
         ranks = group_size(self.group)
         if num_experts < 1 or num_experts % ranks:
@@ -145,85 +165,76 @@ class TokenDispatcher:
             rows, row_probs, sorting = moe_permute_with_probs(x, probs, expert_ids, self.num_experts)
             travelling = [rows, row_probs]
         result: list[Any] = []
-        # Sent here and not in the function's forward, so that autograd sees what runs meanwhile.
-        received, splits, sent = self.transport.send(
+        specs = RowSpecs.of(recipe_now() if self.quantize_rows else None)
+        received, splits, sent = send_rows(
+            self.transport,
+            specs.of_input,
             [tensor.detach() for tensor in travelling],
             sorting.splits,
             None,
             None if meanwhile is None else lambda: result.append(meanwhile()),
         )
-        route = _Route(self.transport, sorting.splits, sent, waiting)
-        rows, *rest = _Send.apply(route, received, *travelling)
-        handle = Dispatched(sorting, sent, waiting, result[0] if result else None)
-        return rows, splits, rest[0] if rest else None, handle
+        way = _Way(sorting.splits, sent, waiting, specs.of_grad)
+        rows, *rest = _Travelled.apply(partial(self._back, way), received, *travelling)
+        dispatched = Dispatched(sorting, way, result[0] if result else None)
+        return rows, splits, rest[0] if rest else None, dispatched
 
-    def combine(self, rows: Tensor, dispatched: Dispatched, probs: Tensor | None = None) -> Tensor:
+    def combine(
+        self,
+        rows: Tensor,
+        dispatched: Dispatched,
+        probs: Tensor | None = None,
+        *,
+        meanwhile: Callable[[], object] | None = None,
+    ) -> Tensor:
         """y [T, D]: the sum over each token's k copies, in fp32, rounded once.
 
-        rows   [S, D]  outputs of the experts, for ``dispatch``'s rows
-        probs  [T, k]  multiply the copies here; None: the experts did, or none count
+        rows       [S, D]  outputs of the experts, for ``dispatch``'s rows
+        probs      [T, k]  multiply the copies here; None: the experts did, or none count
+        meanwhile          runs while rows travel, as the experts of another microbatch
         """
         if torch.compiler.is_compiling():
-            broken: Tensor = run_outside_graph(TokenDispatcher._combine, self, rows, dispatched, probs)
+            broken: Tensor = run_outside_graph(TokenDispatcher._combine, self, rows, dispatched, probs, meanwhile)
             return broken
-        return self._combine(rows, dispatched, probs)
+        return self._combine(rows, dispatched, probs, meanwhile)
 
-    def _combine(self, rows: Tensor, dispatched: Dispatched, probs: Tensor | None) -> Tensor:
-        sorting, sent, waiting, _ = dispatched
-        copies: Tensor = _SendBack.apply(_Route(self.transport, sorting.splits, sent, waiting), rows)
+    def _combine(
+        self, rows: Tensor, dispatched: Dispatched, probs: Tensor | None, meanwhile: Callable[[], object] | None
+    ) -> Tensor:
+        sorting, way, _ = dispatched
+        arrived = self.transport.send_back([rows.detach()], way.sent, meanwhile)
+        (copies,) = _Travelled.apply(partial(self._again, way), arrived, rows)
         if probs is not None:
             copies = copies * probs.reshape(-1).index_select(0, sorting.copies)[:, None].to(copies.dtype)
         return moe_unpermute(copies, sorting)
 
+    # The gradient of each direction is the other one.
 
-class _Route(NamedTuple):
-    """How rows travel again in backward."""
+    def _back(self, way: _Way, grads: list[Tensor]) -> list[Tensor]:
+        back: list[Tensor] = self.transport.send_back(grads, way.sent, way.in_backward)
+        return back
 
-    transport: TokenTransport
-    counts: Tensor
-    sent: Any
-    waiting: Filling
-
-    @property
-    def meanwhile(self) -> Meanwhile:
-        """What backward does while rows travel."""
-        return None if self.waiting is None else partial(fill_wait, self.waiting)
+    def _again(self, way: _Way, grads: list[Tensor]) -> list[Tensor]:
+        return send_rows(self.transport, way.of_grad, grads, way.counts, way.sent, way.in_backward)[0]
 
 
-class _Send(torch.autograd.Function):
-    """Tensors [R, ...] of the sender -> ``received`` [S, ...], which the transport has brought."""
+class _Travelled(torch.autograd.Function):
+    """Tensors -> ``arrived``, what a transport has made of them.
+
+    Rows have travelled before, outside of the function, so that autograd sees what ran meanwhile.
+    """
 
     @staticmethod
-    def forward(ctx: Any, route: _Route, received: list[Tensor], *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.route = route
-        return tuple(received)
+    def forward(
+        ctx: Any, back: Callable[[list[Tensor]], list[Tensor]], arrived: list[Tensor], *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.back = back
+        return tuple(arrived)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        _refuse_second_derivatives()
-        _, _, *needed = ctx.needs_input_grad  # alike on all ranks, unlike what reached this one
-        route: _Route = ctx.route
-        wanted = [grad for grad, needs in zip(grads, needed, strict=True) if needs]
-        back = iter(route.transport.send_back(wanted, route.sent, route.meanwhile))
-        return None, None, *(next(back) if needs else None for needs in needed)
-
-
-class _SendBack(torch.autograd.Function):
-    """Rows [S, D] of the experts -> [R, D] of the sender."""
-
-    @staticmethod
-    def forward(ctx: Any, route: _Route, rows: Tensor) -> Tensor:
-        ctx.route = route
-        return route.transport.send_back([rows], route.sent)[0]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
-        _refuse_second_derivatives()
-        route: _Route = ctx.route
-        (rows,), _, _ = route.transport.send(grads, route.counts, route.sent, route.meanwhile)
-        return None, rows
-
-
-def _refuse_second_derivatives() -> None:
-    if torch.is_grad_enabled():
-        raise RuntimeError("TokenDispatcher: second derivatives (create_graph=True) through it are not defined")
+        if torch.is_grad_enabled():
+            raise RuntimeError("TokenDispatcher: second derivatives (create_graph=True) through it are not defined")
+        _, _, *needed = ctx.needs_input_grad  # alike on all ranks, unlike what has reached this one
+        gone = iter(ctx.back([grad for grad, needs in zip(grads, needed, strict=True) if needs]))
+        return None, None, *(next(gone) if needs else None for needs in needed)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 __all__ = ["Meanwhile", "TokenTransport"]
 
-Meanwhile = Callable[[], None] | None
+Meanwhile = Callable[[], object] | None
 """What the caller's stream does while rows travel. A transport calls it once, behind the start and before the wait."""
 
 

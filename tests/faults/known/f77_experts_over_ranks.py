@@ -45,8 +45,8 @@ FAULTS = [
             Change(
                 f"{DISPATCH}.dispatcher",
                 "TokenDispatcher._dispatch",
-                "_Send.apply(route, received, *travelling)",
-                "_Send.apply(route, received, travelling[0], *[each.detach() for each in travelling[1:]])",
+                "received, *travelling)",
+                "received, travelling[0], *[each.detach() for each in travelling[1:]])",
             )
         ],
     ),
@@ -85,7 +85,7 @@ FAULTS = [
     Fault(
         "77f-norms-count-experts-as-copies",
         sentence="A norm counts the experts of a rank as if all ranks held copies of them.",
-        tests=[STEPS + "[DDP-4-2]", STEPS + "[ZeRO-1-8-2]"],
+        tests=[STEPS + "[DDP-4-2]", STEPS + "[DDP-8-4]"],
         changes=[
             Change(
                 "maingrad.ddp.optimizer.grad_norm",
@@ -216,6 +216,25 @@ FAULTS = [
                 "reporter = FailureReporter()",
                 "reporter = FailureReporter(); reporter.active = False",
             ),
+        ],
+    ),
+    Fault(
+        "77q-gradients-of-rows-travel-wide",
+        sentence="Under a recipe rows travel in 8 bits, and their gradients in 16.",
+        tests=[TESTS + "test_quantized_rows.py::test_products_of_rows_have_the_same_bits"],
+        changes=[Change(f"{DISPATCH}.dispatcher", "TokenDispatcher._again", "way.of_grad", "None")],
+    ),
+    Fault(
+        "77r-rows-in-8-bits-lose-their-scales",
+        sentence="Rows in 8 bits are read by the scales of other rows.",
+        tests=[TESTS + "test_quantized_rows.py::test_products_of_rows_have_the_same_bits"],
+        changes=[
+            Change(
+                f"{DISPATCH}.quantized_rows",
+                "send_rows",
+                "scale.view(q.scale.dtype)",
+                "scale.view(q.scale.dtype).flip(0)",
+            )
         ],
     ),
 ]

@@ -1,6 +1,6 @@
 """``TokenDispatcher``: results and gradients are those of the block with all experts in one process."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from maingrad.ddp import WORLD_OF_ONE
 from maingrad.launch import simulate
 from maingrad.te_integration import GroupedLinear, TokenDispatcher
+from maingrad.te_integration.experts.dispatch.transport import Meanwhile
 
 ROUTINGS = {
     "any": ([7, 5, 9, 1], 2, "any"),
@@ -24,6 +25,7 @@ ROUTINGS = {
     "dropped": ([7, 5, 9, 11], 2, "dropped"),
 }
 TRANSPORTS: dict[str, dict[str, Any]] = {"all_to_all": {}, "capacity": {"transport": "capacity", "capacity": 40}}
+FOREIGN = "somebody else's"
 Grads = tuple[list[Tensor], dict[tuple[str, int], Tensor]]
 
 
@@ -39,6 +41,48 @@ class Exact(nn.Module):
 
     def forward(self, rows: Tensor, splits: Tensor, probs: Tensor) -> Tensor:
         return self.linear(rows * probs[:, None], splits)
+
+
+class Gathering:
+    """Somebody else's transport, which shows all ranks everything. The memory behind its rows holds NaN."""
+
+    def send(self, tensors: Sequence[Tensor], counts: Tensor, sent: Any = None, meanwhile: Meanwhile = None) -> Any:
+        if sent is None:
+            ends = self._shown(counts.cumsum(0))
+            size, local = len(ends), EXPERTS // len(ends)
+            own = range(dist.get_rank() * local, (dist.get_rank() + 1) * local)
+            takes = [
+                [(each, slice(([0, *ends[each].tolist()])[e], ends[each][e])) for each in range(size)] for e in own
+            ]
+            sent = [take for of_expert in takes for take in of_expert], self._shown(len(tensors[0]))[dist.get_rank()]
+        shown = self._shown(tensors)
+        if meanwhile is not None:
+            meanwhile()
+        rows = [torch.cat([shown[rank][each][part] for rank, part in sent[0]]) for each in range(len(tensors))]
+        local = EXPERTS // dist.get_world_size()
+        splits = torch.tensor([int(part.stop) - int(part.start) for _, part in sent[0]]).view(local, -1).sum(1)
+        return [torch.cat((each, each.new_full((3, *each.shape[1:]), torch.nan))) for each in rows], splits, sent
+
+    def send_back(self, tensors: Sequence[Tensor], sent: Any, meanwhile: Meanwhile = None) -> list[Tensor]:
+        takes, num_rows = sent
+        shown = self._shown((takes, tensors))
+        if meanwhile is not None:
+            meanwhile()
+        results = [tensor.new_zeros(num_rows, *tensor.shape[1:]) for tensor in tensors]
+        for of_rank, theirs in shown:
+            begin = 0
+            for rank, part in of_rank:
+                end = begin + int(part.stop) - int(part.start)
+                if rank == dist.get_rank():
+                    for result, tensor in zip(results, theirs, strict=True):
+                        result[part] = tensor[begin:end]
+                begin = end
+        return results
+
+    def _shown(self, value: Any) -> list[Any]:
+        shown: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(shown, value)
+        return shown
 
 
 def tokens_of(rank: int, case: str) -> Tokens:
@@ -68,13 +112,14 @@ def gradients(
 
 def over_ranks(make: Callable[[int, int], nn.Module], case: str, transport: str) -> Grads:
     rank, tokens = dist.get_rank(), tokens_of(dist.get_rank(), case)
-    return gradients(make, tokens, dy_of(rank, tokens), rank, dist.get_world_size(), **TRANSPORTS[transport])
+    options = {"transport": Gathering()} if transport == FOREIGN else TRANSPORTS[transport]
+    return gradients(make, tokens, dy_of(rank, tokens), rank, dist.get_world_size(), **options)
 
 
 @pytest.mark.parametrize("case", ROUTINGS)
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("make", [Exact, experts_of])
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", [*TRANSPORTS, FOREIGN])
 def test_results_and_gradients_are_those_of_one_process(
     transport: str, make: Callable[..., nn.Module], ranks: int, case: str
 ) -> None:

@@ -1,7 +1,9 @@
 """Dispatched experts in what programs do around them: recompute, compile, freeze, copy, and end by an error."""
 
 import copy
+import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 import torch.distributed as dist
 from dispatched import DIM, EXPERTS, Tokens, experts_of, make_tokens, routed
 from ending_ranks import assert_silent, run_to_the_end, the_report
+from gloo import run_ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -72,6 +75,11 @@ def test_gradients_are_the_same(how: str) -> None:
             torch.testing.assert_close(one, other, rtol=0.0, atol=tolerance)
 
 
+def test_real_ranks_compute_what_simulated_ones_do() -> None:
+    for found, expected in zip(run_ranks(run, 2, "delay"), simulate(run, 2, "delay"), strict=True):
+        assert all(map(torch.equal, found, expected))
+
+
 @pytest.mark.parametrize("frozen", [["experts"], ["router"], ["experts", "router"], ["x"], ["x", "router"], ["fc1"]])
 def test_what_is_frozen_gets_none_and_the_rest_the_same(frozen: list[str]) -> None:
     for found, expected in zip(simulate(run, 2, "plainly", frozen), simulate(run, 2, "plainly"), strict=True):
@@ -128,6 +136,30 @@ def test_second_derivatives_are_refused_by_name() -> None:
             torch.autograd.grad(y.sum(), tokens.x, create_graph=True)
 
     simulate(refused, 2)
+
+
+def of_the_docs() -> tuple[float, list[Tensor], list[Tensor]]:
+    page = Path(__file__).resolve().parents[4] / "docs/mixture_of_experts.md"
+    section = page.read_text().partition("\n## Experts over ranks\n")[2]
+    program, *_ = re.findall(r"```python\n(.*?)```", section, flags=re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(program, names)
+    experts = [param for param in names["model"].parameters() if not getattr(param, "allreduce", True)]
+    dense = [param for param in names["model"].parameters() if getattr(param, "allreduce", True)]
+    return float(names["loss"]), values(experts), values(dense)
+
+
+def values(params: list[nn.Parameter]) -> list[Tensor]:
+    return [param.detach().clone() for param in params]
+
+
+def test_the_program_of_the_docs() -> None:
+    losses, experts, dense = zip(*simulate(of_the_docs, 4), strict=True)
+    assert max(losses) < 1.5, "2.9 at the start"
+    for rank in range(4):
+        assert all(map(torch.equal, dense[0], dense[rank]))
+        assert all(map(torch.equal, experts[rank % 2], experts[rank]))
+    assert not any(map(torch.equal, experts[0], experts[1]))
 
 
 # ---- A rank that raises while rows are away. ----

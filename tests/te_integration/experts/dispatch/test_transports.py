@@ -113,15 +113,55 @@ def test_weight_gradients_and_a_shared_expert_run_while_rows_travel() -> None:
         assert all(param.grad is not None for module in (*layers, shared) for param in module.parameters())
 
     simulate(run, 2, schedule=events)
+    for part, work, times in ((0, "shared", 2), (1, "weight gradient of GroupedMLP", 4)):
+        assert_between_starts_and_waits(events, work, times, part)
+
+
+def assert_between_starts_and_waits(events: Events, work: str, times: int, part: int = 0) -> None:
+    """Where ``work`` runs, the exchange that was started last has not been waited for.
+
+    part  0: before an event "backward", 1: behind it
+    """
     for rank in range(2):
         own = [event for number, event in events if number == rank]
-        middle = own.index("backward")
-        for part, work, times in ((own[:middle], "shared", 2), (own[middle:], "weight gradient of GroupedMLP", 4)):
-            places = [place for place, event in enumerate(part) if event.startswith(work)]
-            assert len(places) == times
-            for place in places:  # what was started last has not been waited for
-                around = [event for event in part[:place] if event.startswith(("launch", "wait"))]
-                assert around[-1].startswith("launch all_to_all_single float32"), (part, place)
+        middle = own.index("backward") if "backward" in own else len(own)
+        own = own[middle:] if part else own[:middle]
+        places = [place for place, event in enumerate(own) if event.startswith(work)]
+        assert len(places) == times
+        for place in places:
+            around = [event for event in own[:place] if event.startswith(("launch", "wait"))]
+            assert around[-1].startswith("launch all_to_all_single float32"), (own, place)
+
+
+def test_one_half_of_a_batch_is_computed_while_the_other_travels() -> None:
+    events = Events()
+
+    def run(in_halves: bool) -> list[Tensor]:
+        rank = dist.get_rank()
+        experts, dispatcher = experts_of(rank, 2), TokenDispatcher(EXPERTS)
+        tokens = make_tokens(rank, 6)
+        x, probs = tokens.x.requires_grad_(), tokens.probs.requires_grad_()
+        if not in_halves:
+            y = routed(tokens, experts, dispatcher)
+        else:
+            out: list[Tensor] = []
+
+            def compute(rows: Tensor, splits: Tensor, row_probs: Tensor) -> None:
+                events.append((rank, "experts"))
+                out.append(experts(rows, splits, row_probs))
+
+            first, second = zip(*(tensor.split(3) for tensor in (x, tokens.ids, probs)), strict=True)
+            *rows, one = dispatcher.dispatch(*first)
+            *others, two = dispatcher.dispatch(*second, meanwhile=lambda: compute(*rows))
+            y = dispatcher.combine(out[0], one, meanwhile=lambda: compute(*others))
+            y = torch.cat([y, dispatcher.combine(out[1], two)])
+        y.square().sum().backward()
+        return [y, x.grad, probs.grad, *(param.grad for param in experts.parameters())]
+
+    for whole, halves in zip(simulate(run, 2, False), simulate(run, 2, True, schedule=events), strict=True):
+        for one, other in zip(whole, halves, strict=True):
+            torch.testing.assert_close(one, other)
+    assert_between_starts_and_waits(events, "experts", 2)
 
 
 class DenseExperts(nn.Module):
