@@ -138,16 +138,15 @@ def _meet_kernel(
 
 @triton.jit
 def _copy_kernel(
-    rows: tl.tensor, buffers: tl.tensor, num_exchanges: tl.tensor, plan: tl.tensor, index: tl.tensor,
+    rows: tl.tensor, buffers: tl.tensor, num_exchanges: tl.tensor, plan: tl.tensor,
     N: tl.tensor, W: tl.tensor, start: tl.tensor, half_nbytes: tl.tensor,
     RANK: tl.constexpr, RANKS: tl.constexpr, S: tl.constexpr, ROUTED: tl.constexpr, WRITE: tl.constexpr,
-    K: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     """``rows`` [N, W] from this rank's half; ROUTED: from the senders' halves, as the plan says. WRITE: to halves.
 
-    K = 0: row n is the half's row n. K = 1: what is written as row n is row index[n]. K > 1: row n is the sum over j of
-    the half's rows index[n, j], in fp32, in order of j. Rows that nobody sent are read as 0, and received rows behind
-    row N, which are not here, are written as 0. W words of rows that ALIGN bytes divide.
+    Rows that nobody sent are read as 0. Received rows behind row N, which are not here, are written as 0. W words of
+    rows that ALIGN bytes divide.
     """
     # Rows are written to a half before the meeting of their exchange, which counts it, and read behind it.
     half = (tl.load(num_exchanges) - (0 if WRITE else 1)) & 1
@@ -159,35 +158,25 @@ def _copy_kernel(
     for at in range(tl.program_id(0) * ROWS, end, tl.num_programs(0) * ROWS):
         row = at + tl.arange(0, ROWS)
         is_target = row < end
-        if K > 1:
-            values = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
-        for j in tl.static_range(K if K > 1 else 1):
-            origin = row
-            if K:
-                origin = tl.load(index + row.to(tl.int64) * K + j, mask=is_target, other=0)
-            here, there = (origin, row) if WRITE else (row, origin)
-            is_source = is_target & (row < N)
-            if ROUTED or not WRITE:
-                is_source &= origin < limit
-            rank = tl.full((ROWS,), RANK, tl.int32)
-            if ROUTED:
-                segment = tl.zeros((ROWS,), dtype=tl.int32)  # the number of segments that end at or before the row
-                for bit in tl.static_range(S.bit_length()):
-                    step = (1 << (S.bit_length() - 1)) >> bit
-                    ends = tl.load(plan + segment + step - 1, mask=segment + step <= S, other=2147483647)
-                    segment = tl.where(ends <= row, segment + step, segment)
-                there = row + tl.load(plan + S + segment, mask=row < limit, other=0)
-                rank = segment % RANKS
-            address = tl.load(buffers + rank) + start + there.to(tl.int64) * (W * nbytes)
-            remote = tl.multiple_of(address.to(tl.pointer_type(rows.dtype.element_ty)), ALIGN)[:, None]  # [ROWS, 1]
-            local = rows + (here.to(tl.int64) * W)[:, None]
-            source, target = (local, remote) if WRITE else (remote, local)
-            words = tl.load(source + column, mask=is_source[:, None] & (column < W), other=0)  # [ROWS, BLOCK]
-            if K > 1:
-                values += words.to(tl.float32)
-            else:
-                values = words
-        tl.store(target + column, values.to(rows.dtype.element_ty), mask=is_target[:, None] & (column < W))
+        is_source = is_target & (row < N)
+        if ROUTED or not WRITE:
+            is_source &= row < limit
+        there = row
+        rank = tl.full((ROWS,), RANK, tl.int32)
+        if ROUTED:
+            segment = tl.zeros((ROWS,), dtype=tl.int32)  # the number of segments that end at or before the row
+            for bit in tl.static_range(S.bit_length()):
+                step = (1 << (S.bit_length() - 1)) >> bit
+                ends = tl.load(plan + segment + step - 1, mask=segment + step <= S, other=2147483647)
+                segment = tl.where(ends <= row, segment + step, segment)
+            there += tl.load(plan + S + segment, mask=row < limit, other=0)
+            rank = segment % RANKS
+        address = tl.load(buffers + rank) + start + there.to(tl.int64) * (W * nbytes)
+        remote = tl.multiple_of(address.to(tl.pointer_type(rows.dtype.element_ty)), ALIGN)[:, None]  # [ROWS, 1]
+        local = rows + (row.to(tl.int64) * W)[:, None]
+        source, target = (local, remote) if WRITE else (remote, local)
+        words = tl.load(source + column, mask=is_source[:, None] & (column < W), other=0)  # [ROWS, BLOCK]
+        tl.store(target + column, words, mask=is_target[:, None] & (column < W))
 
 
 _launch_meet = Launches(_meet_kernel, ("N",), num_warps=4)
@@ -213,32 +202,26 @@ def meet(
 
 
 def copy_rows(
-    exchange: Exchange, offset: int, rows: Tensor, plan: Tensor, index: Tensor | None = None,
-    *, routed: bool, write: bool, shape: Shape,
-) -> None:  # fmt: skip
+    exchange: Exchange, offset: int, rows: Tensor, plan: Tensor, *, routed: bool, write: bool, shape: Shape
+) -> None:
     """Rows from this rank's half, where rows that were sent nowhere are 0; ``write``: to it.
 
     offset  bytes in front of them in either half
     rows    [R, ...] of the sender; ``routed``: received rows [N, ...], which are read from the senders' halves, or
             written to them
     plan    see ``meet``
-    index   write: [R], the half gets ``rows[index]``. Else [T, k]: ``rows`` [T, ...] become the sum over j of the
-            half's ``index[t, j]``, in fp32, in order of j, rounded once
     """
-    top_k = 0 if index is None else 1 if index.dim() == 1 else index.shape[1]
-    columns = rows.view(rows.shape[0], math.prod(rows.shape[1:]))
-    nbytes = columns.shape[1] * columns.element_size()
+    words = rows.view(rows.shape[0], math.prod(rows.shape[1:]))
+    nbytes = words.shape[1] * words.element_size()
     align = min(16, nbytes & -nbytes)
-    if top_k <= 1:
-        columns = columns.view(_WORDS.get(align, torch.int32))
-    length, width = columns.shape
-    block = min(_power_of_2(width), shape.tile)
+    words = words.view(_WORDS.get(align, torch.int32))
+    block = min(_power_of_2(words.shape[1]), shape.tile)
     tile = align, min(shape.tile // block, _MOST_ROWS), block
-    constants = (exchange.rank, exchange.num_ranks, plan.shape[0] // 2, routed, write, top_k, *tile)
-    grid = (shape.programs or _PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors(rows.device), -(-width // block))
-    pointers = (columns, exchange.buffers, exchange.num_exchanges, plan, plan if index is None else index)
-    length = length if index is None else index.shape[0]
-    numbers = (length, width, FLAGS_NBYTES + offset, exchange.half_nbytes)
+    constants = (exchange.rank, exchange.num_ranks, plan.shape[0] // 2, routed, write, *tile)
+    programs = shape.programs or _PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors(rows.device)
+    pointers = (words, exchange.buffers, exchange.num_exchanges, plan)
+    numbers = (*words.shape, FLAGS_NBYTES + offset, exchange.half_nbytes)
+    grid = (programs, -(-words.shape[1] // block))
     _launch(_launch_copy, grid, pointers, numbers, constants, num_warps=shape.num_warps)
 
 

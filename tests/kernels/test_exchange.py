@@ -61,16 +61,13 @@ def places(exchange: Any, num_experts: int, tensors: list[Tensor], most_sent: in
     return found
 
 
-def send(
-    ranks: list[Any], counts: list[Tensor], sources: list[list[Tensor]], most_rows: int, index: list[Any] | None = None
-) -> list[Received]:
+def send(ranks: list[Any], counts: list[Tensor], sources: list[list[Tensor]], most_rows: int) -> list[Received]:
     num_experts, most_sent = len(counts[0]), max(len(rows) for tensors in sources for rows in tensors)
     received = []
     for rank, tensors in enumerate(sources):
         plan = torch.full((2 * num_experts + 1,), -1, dtype=torch.int32, device=DEVICE)
         for place, source in zip(places(ranks[rank], num_experts, tensors, most_sent), tensors, strict=True):
-            at = None if index is None else index[rank]
-            copy(source.to(DEVICE), place, plan, at, routed=False, write=True)
+            copy(source.to(DEVICE), place, plan, routed=False, write=True)
         splits = torch.full((num_experts // len(ranks),), -1, device=DEVICE)
         rows = [torch.full((most_rows, *each.shape[1:]), 77, dtype=each.dtype, device=DEVICE) for each in tensors]
         received.append(Received(plan, splits, rows))
@@ -168,25 +165,3 @@ def test_a_rank_may_be_an_exchange_ahead() -> None:
     copy(plans[1].tensors[0], place[1], plans[1].plan, routed=True, write=False)
     assert (plans[0].tensors[0] == 2).all()
     assert (plans[1].tensors[0] == 1).all()
-
-
-def test_tokens_are_copied_by_their_index_and_summed_by_it() -> None:
-    """Two experts for each of three tokens, permuted on the way: no tensor of sorted rows on the sender."""
-    ranks = exchanges(2)
-    x = [torch.randn(3, 16).bfloat16() for _ in ranks]
-    copies = [torch.randperm(6) for _ in ranks]
-    counts = [torch.tensor([4, 2]), torch.tensor([0, 6])]
-    index = [each.to(DEVICE) // 2 for each in copies]
-    received = send(ranks, counts, [[each] for each in x], 12, index)
-    rows = [each[order // 2] for each, order in zip(x, copies, strict=True)]
-    for rank, mine in enumerate(received):
-        right, _ = expected(counts, rows, rank)
-        assert torch.equal(mine.tensors[0][: len(right)].cpu(), right)
-    for exchange, mine in zip(ranks, received, strict=True):
-        copy(mine.tensors[0], places(exchange, 2, mine.tensors, 3)[0], mine.plan, routed=True, write=True)
-    meet(ranks, None, received, 0)
-    for exchange, mine, order, source in zip(ranks, received, copies, x, strict=True):
-        out = torch.full((3, 16), torch.nan, dtype=torch.bfloat16, device=DEVICE)
-        index_of = torch.empty_like(order).scatter_(0, order, torch.arange(6)).view(3, 2).to(DEVICE)
-        copy(out, places(exchange, 2, mine.tensors, 3)[0], mine.plan, index_of, routed=False, write=False)
-        assert torch.equal(out.cpu(), source + source)

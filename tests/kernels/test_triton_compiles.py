@@ -60,7 +60,7 @@ _EXCHANGE = {
     "plan": "*i32/16", "splits": "*i64/16", "N": "i32/16", "spins": "i32", "start": "i32/16",
     "half_nbytes": "i32/16", "RANK": 1, "RANKS": 8, "L": 16, "BLOCK_E": 128, "BLOCK_L": 16, "BLOCK_RANKS": 8,
     "COUNTS": True, "ARRIVE": True, "WAIT": True,
-    "rows": "*i32/16", "index": "*i64/16", "W": "i32/16", "S": 128, "K": 0, "ALIGN": 16, "ROWS": 4, "BLOCK": 1024,
+    "rows": "*i32/16", "W": "i32/16", "S": 128, "ALIGN": 16, "ROWS": 4, "BLOCK": 1024,
 }  # fmt: skip
 _EMBEDDING_PARTS = {
     "tokens": "*i32/16", "parts": "*fp32/16", "main_grad": "*fp32/16", "T": "i32/16", "D": "i32/16", "CHUNK": 16,
@@ -159,11 +159,8 @@ KERNELS = {
     "permutation.exchange_triton._meet_kernel": _EXCHANGE,
     "permutation.exchange_triton._copy_kernel#pull": {**_EXCHANGE, "ROUTED": True, "WRITE": False},
     "permutation.exchange_triton._copy_kernel#push": {**_EXCHANGE, "ROUTED": True, "WRITE": True},
-    "permutation.exchange_triton._copy_kernel#write": {**_EXCHANGE, "ROUTED": False, "WRITE": True, "K": 1},
+    "permutation.exchange_triton._copy_kernel#write": {**_EXCHANGE, "ROUTED": False, "WRITE": True},
     "permutation.exchange_triton._copy_kernel#read": {**_EXCHANGE, "ROUTED": False, "WRITE": False},
-    "permutation.exchange_triton._copy_kernel#sum": {
-        **_EXCHANGE, "ROUTED": False, "WRITE": False, "K": 8, "rows": "*bf16/16", "ROWS": 2, "BLOCK": 2048,
-    },
     "permutation.triton_kernels._permute_kernel": {**_PERMUTATION, "INVERSE": False},
     "permutation.triton_kernels._permute_kernel#inverse": {**_PERMUTATION, "INVERSE": True},
     "grouped.gemm_triton._grouped_gemm_kernel#bf16": _GEMM,

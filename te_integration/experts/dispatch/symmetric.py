@@ -82,39 +82,16 @@ class SymmetricExchange:
         self._side: torch.cuda.Stream | None = None
 
     def send(
-        self,
-        tensors: Sequence[Tensor],
-        counts: Tensor,
-        sent: _Route | None = None,
-        meanwhile: Meanwhile = None,
-        *,
-        index: Sequence[Tensor | None] | None = None,
+        self, tensors: Sequence[Tensor], counts: Tensor, sent: _Route | None = None, meanwhile: Meanwhile = None
     ) -> tuple[list[Tensor], Tensor, _Route]:
-        """See ``TokenTransport``.
-
-        index  for each tensor [R] or None: the tensor [any, ...] is not sorted, and its rows ``tensor[index]`` are sent
-        """
-        indices = [None] * len(tensors) if index is None else index
-        rows = len(tensors[0] if indices[0] is None else indices[0])
-        route = self._route(rows, counts) if sent is None else sent
+        """See ``TokenTransport``."""
+        route = self._route(len(tensors[0]), counts) if sent is None else sent
         told = None if sent is not None else counts.contiguous()
-        return self._travel(tensors, indices, route, told, meanwhile), route.splits, route
+        return self._travel(tensors, route, told, meanwhile), route.splits, route
 
-    def send_back(
-        self,
-        tensors: Sequence[Tensor],
-        sent: _Route,
-        meanwhile: Meanwhile = None,
-        *,
-        index: Sequence[Tensor | None] | None = None,
-    ) -> list[Tensor]:
-        """See ``TokenTransport``.
-
-        index  for each tensor [T, k] or None: returned are sums [T, ...] over j of the rows ``index[t, j]``, in fp32
-               and in order of j, rounded once
-        """
-        indices = [None] * len(tensors) if index is None else index
-        return self._travel(tensors, indices, sent, None, meanwhile, back=True)
+    def send_back(self, tensors: Sequence[Tensor], sent: _Route, meanwhile: Meanwhile = None) -> list[Tensor]:
+        """See ``TokenTransport``."""
+        return self._travel(tensors, sent, None, meanwhile, back=True)
 
     def _route(self, rows: int, counts: Tensor) -> _Route:
         if self.max_rows is None:
@@ -130,7 +107,6 @@ class SymmetricExchange:
     def _travel(
         self,
         tensors: Sequence[Tensor],
-        indices: Sequence[Tensor | None],
         route: _Route,
         counts: Tensor | None,
         meanwhile: Meanwhile,
@@ -141,21 +117,16 @@ class SymmetricExchange:
         sources = [each.contiguous() for each in tensors]
         exchange, offsets = self._places(sources, route)
         most = math.ceil(self.capacity_factor * (self.max_rows or 0))
-        results = [
-            each.new_empty((route.rows if at is None else len(at)) if back else most, *each.shape[1:])
-            for each, at in zip(tensors, indices, strict=True)
-        ]
+        results = [each.new_empty(route.rows if back else most, *each.shape[1:]) for each in tensors]
         shape = MANY if meanwhile is None else FEW
 
         def run() -> None:
-            # Rows of the sender are permuted on the way, or summed. Those of the receiver are routed by the plan.
-            for source, offset, at in zip(sources, offsets, indices, strict=True):
-                at = None if back else at
-                copy_rows(exchange, offset, source, route.plan, at, routed=back, write=True, shape=shape)
+            # Rows of the receiver are routed by the plan, on either side of the meeting.
+            for offset, source in zip(offsets, sources, strict=True):
+                copy_rows(exchange, offset, source, route.plan, routed=back, write=True, shape=shape)
             meet(exchange, counts, route.plan, route.splits, most, self.timeout)
-            for result, offset, at in zip(results, offsets, indices, strict=True):
-                at = at if back else None
-                copy_rows(exchange, offset, result, route.plan, at, routed=not back, write=False, shape=shape)
+            for offset, result in zip(offsets, results, strict=True):
+                copy_rows(exchange, offset, result, route.plan, routed=not back, write=False, shape=shape)
 
         if meanwhile is None:
             run()

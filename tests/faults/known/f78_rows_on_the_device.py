@@ -27,9 +27,7 @@ FAULTS = [
         sentence="Rows of dropped copies come back as the buffer was, and are summed.",
         tests=[SENT],
         changes=[
-            Change(
-                KERNELS, "_copy_kernel", "is_source &= origin < limit", "is_source &= (origin < limit) | (not ROUTED)"
-            )
+            Change(KERNELS, "_copy_kernel", "is_source &= row < limit", "is_source &= (row < limit) | (not ROUTED)")
         ],
     ),
     Fault(

@@ -193,28 +193,6 @@ def test_the_host_waits_for_nothing() -> None:
     assert all(run_ranks(without_a_host_wait, 2, timeout=60.0))
 
 
-def fused() -> list[bool]:
-    """``send`` by index and ``send_back`` with sums against the permutation in passes of its own."""
-    group, equal = nccl(), []
-    transport = SymmetricExchange(EXPERTS, group)
-    for seed, routing in enumerate(ROUTINGS):
-        tokens = make_tokens(seed, 96, 256, routing)
-        dispatcher = TokenDispatcher(EXPERTS, group, transport)
-        rows, splits, _, dispatched = dispatcher.dispatch(tokens.x, tokens.ids)
-        copies, places, counts = dispatched.sorting.copies, dispatched.sorting.places, dispatched.sorting.splits
-        (by_index,), by_index_splits, sent = transport.send([tokens.x], counts, index=[copies // TOP_K])
-        (summed,) = transport.send_back([by_index], sent, index=[places])
-        equal += [torch.equal(rows, by_index), torch.equal(splits, by_index_splits)]
-        equal.append(torch.equal(dispatcher.combine(rows, dispatched), summed))
-    return equal
-
-
-@pytest.mark.gpu(2)
-def test_the_permutation_may_be_part_of_the_exchange() -> None:
-    for equal in run_ranks(fused, 2, timeout=60.0):
-        assert all(equal), equal
-
-
 def dropped() -> tuple[int, list[int], bool]:
     group, rank = nccl(), dist.get_rank()
     transport = SymmetricExchange(2, group, capacity_factor=1.0)
