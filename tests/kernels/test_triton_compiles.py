@@ -55,6 +55,13 @@ _PERMUTATION = {
     "source": "*bf16/16", "row_id_map": "*i32/16", "out": "*bf16/16", "D": "i32/16", "stride_source": "i32/16",
     "stride_out": "i32/16", "TOP_K": 8, "BLOCK": 2048,
 }  # fmt: skip
+_EXCHANGE = {
+    "buffers": "*i64/16", "own": "*u8/16", "num_exchanges": "*i32/16", "num_dropped": "*i64/16", "counts": "*i64/16",
+    "plan": "*i32/16", "splits": "*i64/16", "N": "i32/16", "spins": "i32", "start": "i32/16",
+    "half_nbytes": "i32/16", "RANK": 1, "RANKS": 8, "L": 16, "BLOCK_E": 128, "BLOCK_L": 16, "BLOCK_RANKS": 8,
+    "COUNTS": True, "ARRIVE": True, "WAIT": True,
+    "rows": "*i32/16", "W": "i32/16", "S": 128, "ALIGN": 16, "ROWS": 4, "BLOCK": 1024,
+}  # fmt: skip
 _EMBEDDING_PARTS = {
     "tokens": "*i32/16", "parts": "*fp32/16", "main_grad": "*fp32/16", "T": "i32/16", "D": "i32/16", "CHUNK": 16,
     "PARTS": 16, "BLOCK": 256, "ADD": True,
@@ -149,6 +156,11 @@ KERNELS = {
     "permutation.embedding_triton._sum_chunks_kernel#overwrite": {**_EMBEDDING_CHUNKS, "ADD": False},
     "permutation.embedding_triton._add_parts_kernel": _EMBEDDING_PARTS,
     "permutation.embedding_triton._add_parts_kernel#overwrite": {**_EMBEDDING_PARTS, "ADD": False},
+    "permutation.exchange_triton._meet_kernel": _EXCHANGE,
+    "permutation.exchange_triton._copy_kernel#pull": {**_EXCHANGE, "ROUTED": True, "WRITE": False},
+    "permutation.exchange_triton._copy_kernel#push": {**_EXCHANGE, "ROUTED": True, "WRITE": True},
+    "permutation.exchange_triton._copy_kernel#write": {**_EXCHANGE, "ROUTED": False, "WRITE": True},
+    "permutation.exchange_triton._copy_kernel#read": {**_EXCHANGE, "ROUTED": False, "WRITE": False},
     "permutation.triton_kernels._permute_kernel": {**_PERMUTATION, "INVERSE": False},
     "permutation.triton_kernels._permute_kernel#inverse": {**_PERMUTATION, "INVERSE": True},
     "grouped.gemm_triton._grouped_gemm_kernel#bf16": _GEMM,
@@ -233,9 +245,14 @@ def compiled() -> dict[str, tuple[int, int, int]]:
 @pytest.mark.in_turn
 def test_every_kernel_compiles_and_moves_16_bytes_at_a_time() -> None:
     assert compiled().keys() == KERNELS.keys()
-    # Kernels need wide accesses for bandwidth; that of steps moves too little to matter, and whole products move tiles.
+    # Kernels need wide accesses for bandwidth. Those of steps and meetings move too little to matter, and whole
+    # products move tiles.
     narrow = [path for path, (wide, _, _) in compiled().items() if wide == 0]
-    assert narrow == ["optimizer.orthogonal.product_triton._full_kernel", "optimizer.triton_kernels.steps_kernel"]
+    assert narrow == [
+        "optimizer.orthogonal.product_triton._full_kernel",
+        "optimizer.triton_kernels.steps_kernel",
+        "permutation.exchange_triton._meet_kernel",
+    ]
     # Copies of 8 bits written byte by byte take the quantiser of experts half as long again. The optimizer writes so
     # the end of a row, which is no whole tile: 8 bytes a thread of each moment.
     bytewise = {path: stores for path, (_, _, stores) in compiled().items() if stores}

@@ -28,11 +28,20 @@ from ..moe_permutation import RowIdMap, moe_permute, moe_permute_with_probs, moe
 from .all_to_all import AllToAll
 from .capacity import Capacity
 from .quantized_rows import RowSpecs, send_rows
+from .symmetric import SymmetricExchange
 from .transport import Meanwhile, TokenTransport
 
 __all__ = ["Dispatched", "TokenDispatcher"]
 
-_TRANSPORTS: dict[str, Callable[[int, dist.ProcessGroup | None], TokenTransport]] = {"all_to_all": AllToAll}
+
+def _symmetric(num_experts: int, group: dist.ProcessGroup | None) -> TokenTransport:
+    return AllToAll(num_experts, group) if group is None else SymmetricExchange(num_experts, group)
+
+
+_TRANSPORTS: dict[str, Callable[[int, dist.ProcessGroup | None], TokenTransport]] = {
+    "all_to_all": AllToAll,
+    "symmetric": _symmetric,
+}
 
 
 class _Way(NamedTuple):
@@ -74,6 +83,8 @@ class TokenDispatcher:
     group          the ranks that hold one of each expert together, a process group or a mesh of one dim; None: all
     transport      "all_to_all": any ranks, and the host waits for the split sizes once in each ``dispatch``;
                    "capacity": any ranks, equal parts, no wait, and rows beyond ``capacity`` are dropped;
+                   "symmetric": GPUs of one NVLink domain, no wait but in the first call, which says how many rows a
+                   rank has at most (``SymmetricExchange``);
                    or a ``TokenTransport``
     capacity       most rows that a rank sends to one expert, the same on all ranks. ``transport.num_dropped`` counts
                    those beyond, on the device
