@@ -53,9 +53,9 @@ def run(how: str, frozen: Sequence[str] = ()) -> list[Tensor | None]:
             y = torch.func.functional_call(duplicate, dict(block.named_parameters()), (y,))
         elif how.startswith("recompute"):
             y = checkpoint(block, y, use_reentrant=how.endswith("reentrant"))
-        elif how == "delay":
+        elif how.startswith("delay"):
             with delayed_wgrad(queue):
-                y = block(y)
+                y = checkpoint(block, y, use_reentrant=False) if how.endswith("recompute") else block(y)
         else:
             y = block(y)
     y.square().sum().backward()
@@ -64,7 +64,15 @@ def run(how: str, frozen: Sequence[str] = ()) -> list[Tensor | None]:
 
 
 @pytest.mark.parametrize(
-    "how", ["recompute", "recompute, reentrant", "delay", "copy", pytest.param("compile", marks=pytest.mark.in_turn)]
+    "how",
+    [
+        "recompute",
+        "recompute, reentrant",
+        "delay",
+        "delay, recompute",
+        "copy",
+        pytest.param("compile", marks=pytest.mark.in_turn),
+    ],
 )
 def test_gradients_are_the_same(how: str) -> None:
     for found, expected in zip(simulate(run, 2, how), simulate(run, 2, "plainly"), strict=True):
