@@ -7,7 +7,6 @@ the blocks  4. choose dtypes  5. wrap, or shard block by block.
 import dataclasses
 import inspect
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, Literal, overload
 
 import torch
@@ -44,7 +43,7 @@ def parallelize(
     recompute: bool = ...,
     compile: bool | Mapping[str, Any] = ...,
     ep: ExpertRanks | None = ...,
-    dispatch: Mapping[str, Any] = ...,
+    dispatch: Mapping[str, Any] | None = ...,
     **options: Any,
 ) -> DistributedDataParallel: ...
 @overload
@@ -60,7 +59,7 @@ def parallelize(
     recompute: bool = ...,
     compile: bool | Mapping[str, Any] = ...,
     ep: ExpertRanks | None = ...,
-    dispatch: Mapping[str, Any] = ...,
+    dispatch: Mapping[str, Any] | None = ...,
     **options: Any,
 ) -> FSDPModule: ...
 @overload
@@ -76,7 +75,7 @@ def parallelize(
     recompute: bool = ...,
     compile: bool | Mapping[str, Any] = ...,
     ep: ExpertRanks | None = ...,
-    dispatch: Mapping[str, Any] = ...,
+    dispatch: Mapping[str, Any] | None = ...,
     **options: Any,
 ) -> DistributedDataParallel | FSDPModule: ...
 def parallelize(
@@ -91,7 +90,7 @@ def parallelize(
     recompute: bool = False,
     compile: bool | Mapping[str, Any] = False,
     ep: ExpertRanks | None = None,
-    dispatch: Mapping[str, Any] = MappingProxyType({}),
+    dispatch: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> DistributedDataParallel | FSDPModule:
     """Make a model train on all ranks. Returns the model that the loop calls. Collective.
@@ -141,7 +140,7 @@ def parallelize(
         )
     own_policy: MixedPrecisionPolicy | None = options.get("mixed_precision")
     policy = None if parallel in _WRAPPED else own_policy or policy_of(model, param_dtype)
-    experts = _share_experts(model, mesh, ep, dispatch, fuse, options)
+    experts = _share_experts(model, mesh, ep, dispatch or {}, fuse, options)
     if fuse:
         convert_linears(model, fused_loss=fused_loss)
     if recompute:

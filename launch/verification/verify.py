@@ -88,9 +88,7 @@ def verify(
     seed                  of everything random
 
     Ways with ``ep`` in their names share out the experts of models of Hugging Face among two ranks, where these divide
-    the numbers of ``ranks`` and experts.
-
-    Ways with ``tp`` and ``cp`` are left out where forwards draw random numbers.
+    the numbers of ``ranks`` and experts. Ways with ``tp`` and ``cp`` are left out where forwards draw random numbers.
 
     Raises ``ValueError`` for an unknown way or cause, for rows that ranks times microbatches do not divide, for an
     output that is no loss, and for a model without trainable parameters. Raises what the program raises in plain

@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from expert_models import tiny
+from expert_models import published, tiny
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from maingrad.ddp import WORLD_OF_ONE, load_checkpoint, save_checkpoint
 from maingrad.launch import make_optimizer, parallelize, simulate
@@ -189,6 +190,18 @@ def test_experts_that_are_dtensors(parallel: str) -> None:
     assert_same(simulate(lambda: run_own(parallel, cut=True), RANKS), expected, unfused=True)
 
 
+def test_cut_matrices_over_data_parallel_ranks_are_no_experts() -> None:
+    """``mesh=`` was forgotten: the wrapper refuses, as it would without experts."""
+
+    def refused() -> None:
+        mesh, model = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp")), OwnModel()
+        parallelize_module(model, mesh["tp"], {"first": ColwiseParallel()})
+        with pytest.raises(ValueError, match=r"tensor.parallel"):
+            parallelize(model, "zero1")
+
+    simulate(refused, 2)
+
+
 # ---- Checkpoints and state dicts. ----
 
 
@@ -247,6 +260,23 @@ def test_state_dicts_are_whole_and_take_whole_ones() -> None:
     for found in simulate(load, 2):
         assert found.keys() == whole.keys()
         assert all(torch.equal(found[name], each) for name, each in whole.items())
+
+
+def test_experts_on_meta_are_drawn_whole() -> None:
+    """Ranks of one seed have parts of one draw, and not one draw each."""
+
+    def draw(module: nn.Module) -> None:
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            nn.init.normal_(tensor)
+
+    def build() -> dict[str, Tensor]:
+        model = published("qwen3_moe", tiny=True)
+        torch.manual_seed(3)
+        return whole_weights(parallelize(model, "zero3", ep=2, device="cpu", init_fn=draw))
+
+    first = torch.empty(8, 48, 32).normal_(generator=torch.Generator().manual_seed(3))
+    for found in simulate(build, 2):
+        assert torch.equal(found["model.layers.0.mlp.experts.gate_up_proj"], first)
 
 
 # ---- What is refused. ----
