@@ -313,8 +313,8 @@ class GradRounds:
                 iteration_ends.end_iteration(model, self._everyone, self._failures, self.trained)
             call_grad_hooks(pair.sharded for bucket in self._buckets for pair in bucket.pairs)
 
-    # ---- Copies on tensor-parallel ranks. Of equal gradients each rank gives a part, so that all have the same bits. Of
-    # ---- others ``.grad`` is the ranks' average. Both change nothing where they are done again: sums of earlier
+    # ---- Copies on tensor-parallel ranks. Of equal gradients each rank gives a part, so that all have the same bits;
+    # ---- of others ``.grad`` is the ranks' average. Both change nothing where they are done again: sums of earlier
     # ---- iterations may be in ``.grad``. Where a gradient is a sum of parts, each part counts as often as there are
     # ---- ranks.
 
