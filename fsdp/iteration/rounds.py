@@ -21,6 +21,7 @@ from ...ddp.buckets.checks import check_nothing_bypassed, check_nothing_pending
 from ...ddp.buckets.iteration_ends import TrainedBackwards
 from ...ddp.buckets.reducer import BucketLauncher
 from ...ddp.collectives.failure_report import CollectiveError, FailureReporter
+from ...ddp.collectives.in_flight import all_gather_shards
 from ...ddp.collectives.rank_grid import RankGrid
 from ...ddp.collectives.step_check import StepCheck
 from ...ddp.collectives.streams import OnStream, current_stream
@@ -296,7 +297,7 @@ class GradRounds:
         for bucket in self._buckets:
             bucket.grad_shard.show_zeros()  # no backward has reached it, or its .grad was set to None
         if self._everyone.tensor is not None:
-            self._average_copies(self._everyone.tensor)
+            self._make_copies_alike(self._everyone.tensor)
         for bucket in self._buckets:
             bucket.grad_shard.publish()
         reached = [grad_round for grad_round in self._all if grad_round.under_way]
@@ -312,9 +313,10 @@ class GradRounds:
                 iteration_ends.end_iteration(model, self._everyone, self._failures, self.trained)
             call_grad_hooks(pair.sharded for bucket in self._buckets for pair in bucket.pairs)
 
-    # ---- Copies on tensor-parallel ranks. ``.grad`` of them is the ranks' average, which changes nothing where it is
-    # ---- taken again: sums of earlier iterations may be in it. Where a gradient is a sum of parts, each part counts as
-    # ---- often as there are ranks.
+    # ---- Copies on tensor-parallel ranks. Of equal gradients each rank gives a part, so that all have the same bits;
+    # ---- of others ``.grad`` is the ranks' average. Both change nothing where they are done again: sums of earlier
+    # ---- iterations may be in ``.grad``. Where a gradient is a sum of parts, each part counts as often as there are
+    # ---- ranks.
 
     def _count_parts(self, group: dist.ProcessGroup) -> Callable[[Bucket], None]:
         """What multiplies partial gradients before a reduction, so that the average over ``group`` is their sum."""
@@ -326,17 +328,22 @@ class GradRounds:
 
         return count
 
-    def _average_copies(self, group: dist.ProcessGroup) -> None:
-        """One collective an iteration for each dtype: nothing of it depends on this rank's slices."""
-        alike: dict[torch.dtype, list[Tensor]] = {}
+    def _make_copies_alike(self, group: dist.ProcessGroup) -> None:
+        """One collective an iteration for each dtype and kind: nothing of it depends on this rank's slices."""
+        alike: dict[tuple[torch.dtype, bool], list[Tensor]] = {}
         for bucket in self._buckets:
-            for part in bucket.grad_shard.copies():
-                alike.setdefault(part.dtype, []).append(part)
-        with self._failures.watch("the average of copies on tensor-parallel ranks"):
-            for parts in alike.values():
-                together = torch.cat(parts)
-                dist.all_reduce(together, group=group)
-                torch._foreach_copy_(parts, together.div_(group.size()).split([part.numel() for part in parts]))
+            for part, equal in bucket.grad_shard.copies():
+                alike.setdefault((part.dtype, equal), []).append(part)
+        with self._failures.watch("the gradients of copies on tensor-parallel ranks"):
+            for (_, equal), parts in alike.items():
+                numels = [part.numel() for part in parts]
+                together = torch.cat([*parts, parts[0].new_zeros(-sum(numels) % group.size())])
+                if equal:
+                    all_gather_shards(together, group).wait()
+                else:
+                    dist.all_reduce(together, group=group)
+                    together.div_(group.size())
+                torch._foreach_copy_(parts, together[: sum(numels)].split(numels))
 
     def _compare_steps(self) -> None:
         """Compare the steps of ranks, and wait for all reductions. If ranks differ, discard the gradients and raise."""

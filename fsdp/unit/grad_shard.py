@@ -195,11 +195,13 @@ class GradShard:
         if self._shown is not None and self._total is not None and self._shown is not self._total:
             self._shown.copy_(self._total, non_blocking=True)
 
-    def copies(self) -> Iterator[Tensor]:
-        """The sums of this rank's elements of parameters that tensor-parallel ranks have copies of."""
+    def copies(self) -> Iterator[tuple[Tensor, bool]]:
+        """The sums of this rank's elements of parameters that tensor-parallel ranks have copies of, and whether these
+        ranks have equal gradients."""
         for param in self._params:
-            if param.shard.copies > 1 and self._total is not None:
-                yield self._total.narrow(0, param.storage_offset(), param.numel())
+            found = param.shard.model_slice
+            if found is not None and param.shard.copies > 1 and self._total is not None:
+                yield self._total.narrow(0, param.storage_offset(), param.numel()), found.grad == "dense"
 
     def show_zeros(self) -> None:
         """Set every ``.grad`` that is None to zeros: the iteration is over and has brought no gradient."""

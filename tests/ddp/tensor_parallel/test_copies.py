@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
+from gloo import run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -221,3 +223,63 @@ def test_copies_keep_their_bits_where_gradients_differ(
     first, *others = simulate(three_steps, shape[0] * shape[1] * shape[2], shape, mark, options)
     for other in others:
         assert all(map(torch.equal, first, other))
+
+
+# ---- On real groups. ----
+
+TRAINED: dict[str, dict[str, Any]] = {
+    "overlap": {"overlap_param_gather": True},
+    "released": {"release_grads": True},
+    "at the end": {"overlap_grad_reduce": False},
+    "half on the wire": {"grad_reduce_wire_dtype": BF16},
+}
+
+
+def train_on_groups(backend: str, dp: int, tp: int) -> dict[str, tuple[Tensor, Tensor]]:
+    """Five steps of each form: this rank's weights, and those of plain PyTorch on all data."""
+    rank, device = dist.get_rank(), torch.device("cpu")
+    if backend == "nccl":
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+    numbered = torch.arange(dp * tp).view(dp, tp)
+    rows = [dist.new_group(row, backend=backend) for row in numbered.tolist()]
+    columns = [dist.new_group(column, backend=backend) for column in numbered.T.tolist()]
+    found = {}
+    for name, options in TRAINED.items():
+        torch.manual_seed(1)
+        layer, plain = nn.Linear(WIDTH, WIDTH, device=device), nn.Linear(WIDTH, WIDTH, device=device)
+        plain.load_state_dict(layer.state_dict())
+        config = DistributedDataParallelConfig(**{"bucket_size": 400, **ZERO1, **options})
+        groups = {"process_group": columns[rank % tp], "tensor_parallel_group": rows[rank // tp]}
+        model = DistributedDataParallel(layer, config, **groups)
+        optimizer = DistributedOptimizer(model, optimizer_class=torch.optim.SGD, lr=0.5)
+        expected = torch.optim.SGD(plain.parameters(), lr=0.5)
+        for step in range(5):
+            xs = [batch(10 * step + data).to(device) for data in range(dp)]
+            model(xs[rank // tp]).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            (sum(plain(x).square().mean() for x in xs) / dp).backward()  # type: ignore[attr-defined]
+            expected.step()
+            expected.zero_grad()
+        optimizer.finish_param_sync()
+        wholes = (torch.cat([each.detach().view(-1).cpu() for each in of.parameters()]) for of in (layer, plain))
+        found[name] = (next(wholes), next(wholes))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("backend", "dp", "tp"),
+    [
+        ("gloo", 2, 2),
+        pytest.param("nccl", 1, 2, marks=pytest.mark.gpu(2)),
+        pytest.param("nccl", 2, 2, marks=pytest.mark.gpu(4)),
+    ],
+)
+def test_real_groups_train_as_plain_pytorch(backend: str, dp: int, tp: int) -> None:
+    first, *others = run_ranks(train_on_groups, dp * tp, backend, dp, tp)
+    for name, (weights, plain) in first.items():
+        bound = 1e-2 if name == "half on the wire" else 1e-5
+        assert (weights - plain).norm() < bound * plain.norm(), name
+        for other in others:
+            assert torch.equal(other[name][0], weights), name

@@ -36,7 +36,7 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.fsdp.iteration.rounds",
-                "GradRounds._average_copies",
+                "GradRounds._make_copies_alike",
                 "together.div_(group.size())",
                 "together",
             ),
@@ -162,5 +162,17 @@ FAULTS = [
                 "param.detach()",
             )
         ],
+    ),
+    Fault(
+        "74n-equal-gradients-are-averaged",
+        sentence="Copies with equal gradients are summed and divided, for twice the bytes.",
+        tests=[f"{IN_USE}test_each_rank_gives_a_part_of_equal_gradients"],
+        changes=[Change("maingrad.fsdp.iteration.rounds", "GradRounds._make_copies_alike", "if equal:", "if False:")],
+    ),
+    Fault(
+        "74o-gradients-to-be-averaged-are-taken-for-equal",
+        sentence="average_gradients_across_tp_domain is ignored, and each rank gives a part.",
+        tests=[f"{IN_USE}test_each_rank_gives_a_part_of_equal_gradients"],
+        changes=[Change("maingrad.fsdp.unit.grad_shard", "GradShard.copies", 'found.grad == "dense"', "True")],
     ),
 ]

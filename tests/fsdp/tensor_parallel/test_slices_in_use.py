@@ -98,6 +98,38 @@ def test_gradients_that_stay_in_grad_are_not_summed_again(row: str) -> None:
     simulate(on_each_rank, 8 if row == "hsdp" else 4)
 
 
+@pytest.mark.parametrize(("dp", "tp"), [(1, 2), (1, 3), (2, 2)])
+def test_each_rank_gives_a_part_of_equal_gradients(dp: int, tp: int) -> None:
+    """Here they differ, so that a test sees whose count: each of one rank, and the mean where a mark asks for it."""
+
+    def layer() -> nn.Linear:
+        torch.manual_seed(4)
+        return nn.Linear(7, 5).double()
+
+    def loss_of(module: nn.Module, place: int) -> Tensor:
+        x = torch.randn(3, 7, generator=torch.Generator().manual_seed(place), dtype=torch.float64)
+        return module(x).square().sum()
+
+    def on_each_rank() -> dict[str, Tensor]:
+        mesh, model = mesh_of(dp, tp), layer()
+        model.bias.average_gradients_across_tp_domain = True  # type: ignore[attr-defined]
+        shard_of = fully_shard(model, mesh["dp"], tensor_parallel_group=mesh["tp"])
+        loss_of(shard_of, dist.get_rank()).backward()
+        return {name: param.grad.full_tensor() for name, param in shard_of.named_parameters()}
+
+    of_columns = []
+    for column in range(tp):
+        plain = layer()
+        (sum(loss_of(plain, row * tp + column) for row in range(dp)) / dp).backward()
+        of_columns.append({name: param.grad for name, param in plain.named_parameters()})
+    found = simulate(on_each_rank, dp * tp)
+    assert_alike(found)
+    torch.testing.assert_close(found[0]["bias"], torch.stack([each["bias"] for each in of_columns]).mean(0))
+    theirs = torch.stack([(found[0]["weight"] - each["weight"]).abs() < 1e-9 for each in of_columns])
+    assert theirs.any(0).all(), "each element is of one rank"
+    assert theirs.flatten(1).any(1).all(), "each rank gives some"
+
+
 @pytest.mark.in_turn
 def test_three_tensor_parallel_ranks_keep_copies_equal() -> None:
     """A third is no binary fraction: every rank computes the same average all the same."""
