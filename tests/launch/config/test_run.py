@@ -165,6 +165,51 @@ def test_refuses_unknown_keys_and_wrong_types(document: dict[str, Any], message:
         ({"optimizer": {"min_lr_ratio": 2.0}}, "optimizer.min_lr_ratio = 2.0: must lie in [0, 1]"),
         ({"ddp": {"bucket_size": 0}}, "ddp.bucket_size must be at least 1 element, got 0"),
         ({"ddp": {"find_unused_parameters": True}}, "ddp.find_unused_parameters has no effect"),
+        (
+            {"train": {"log_every": 2, "save_every": 5}},
+            "train.save_every = 5: must be a multiple of train.log_every = 2",
+        ),
+        ({"data": {"validation_paths": ["a"]}}, "data.validation_paths = ('a',): need source = \"text\"/\"tokens\""),
+        ({"data": {"column": "ids"}}, 'data.column = \'ids\': has no effect without source = "hugging_face"'),
+        ({"model": {"save_hugging_face": False}}, "model.save_hugging_face = False: has no effect without model.hugg"),
+        ({"model": {"pretrained": False}}, "model.pretrained = False: has no effect without model.hugging_face"),
+        ({"model": {"router_dtype": "bfloat16"}}, "model.router_dtype = 'bfloat16': has no effect without model.num_e"),
+        ({"model": {"normalize_top_k": True}}, "model.normalize_top_k = True: has no effect without model.num_experts"),
+        (
+            {"optimizer": {"name": "lion", "eps": 1e-6}},
+            'optimizer.eps = 1e-06: is not read by name = "lion"',
+        ),
+        (
+            {"optimizer": {"state": "compact", "options": {"maximize": True}}},
+            "optimizer.state = 'compact': \"compact\" does not go with optimizer.options maximize",
+        ),
+        (
+            {"parallel": "hsdp", "optimizer": {"name": "sgd", "state": "compact"}},
+            'optimizer.state = \'compact\': "compact" is for AdamW and Adam under parallel = "hsdp"',
+        ),
+        (
+            {"parallel": "fsdp", "optimizer": {"name": "muon", "state": "compact"}},
+            'optimizer.state = \'compact\': "compact" is for AdamW and Adam under parallel = "fsdp"',
+        ),
+        (
+            {"optimizer": {"name": "torch.optim.Optimizer"}},
+            "optimizer.name = 'torch.optim.Optimizer': must be \"adamw\", \"muon\"",
+        ),
+        ({"logging": {"wandb_project": ""}}, "logging.wandb_project = '': must name a project"),
+        (
+            {"logging": {"wandb_mode": "offline"}},
+            "logging.wandb_mode = 'offline': has no effect without logging.wandb_project",
+        ),
+        ({"profile": {"first_step": 1, "ranks": []}}, "profile.ranks = (): must name different ranks, from 0 on"),
+        ({"profile": {"ranks": [1]}}, "profile.ranks = (1,): has no effect without profile.first_step"),
+        (
+            {"train": {"cuda_graph": True}, "data": {"documents": "mask", "end_of_document": 0}},
+            'train.cuda_graph = True: does not go with data.documents = "mask" and "pad"',
+        ),
+        (
+            {"train": {"cuda_graph": True, "recompute": "blocks"}, "model": {"hugging_face": "somewhere"}},
+            "train.recompute = 'blocks': does not go with train.cuda_graph where the model may have dropout",
+        ),
     ],
 )
 def test_refuses_impossible_values(document: dict[str, Any], message: str):
