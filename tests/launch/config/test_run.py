@@ -13,7 +13,7 @@ from tiny_run import tiny_config, tiny_toml
 
 from maingrad.ddp import DistributedDataParallelConfig
 from maingrad.launch.config.file import config_to_dict, load_config, print_keys, structure
-from maingrad.launch.config.run import Config, ConfigError, ModelConfig
+from maingrad.launch.config.run import Config, ConfigError, ModelConfig, TrainConfig
 
 CONFIGS = sorted((Path(__file__).resolve().parents[3] / "launch" / "configs").glob("*.toml"))
 
@@ -59,7 +59,7 @@ def test_empty_file_is_the_defaults(tmp_path: Path):
 
 def test_every_field_says_what_it_is(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as end:
-        print_keys(Config())
+        print_keys(Config(train=TrainConfig(steps=4321)))
     text = capsys.readouterr().out
     assert end.value.code == 0
     sections = [field for field in dataclasses.fields(Config) if field.name != "parallel"]
@@ -68,6 +68,7 @@ def test_every_field_says_what_it_is(capsys: pytest.CaptureFixture[str]):
         for field in dataclasses.fields(getattr(Config(), section.name)):
             assert f"--{section.name}.{field.name.replace('_', '-')}" in text
     assert "Elements after which a bucket is closed" in text, "field docstrings are the help"
+    assert "4321" in text, "the file's values are the defaults"
 
 
 def test_round_trip_through_json(tmp_path: Path):
@@ -84,6 +85,13 @@ def test_round_trip_through_json(tmp_path: Path):
         ({"train": {"keep_last": 2}}, "unknown key 'train.keep_last': it is 'checkpoint.keep_last'"),
         ({"data": {"zzz": 2}}, "unknown key 'data.zzz': valid keys: column, documents, end_of_document, "),
         ({"model": 3}, "model = 3: must be a table, [model]"),
+        ({"ddp": 3}, "ddp = 3: must be a table, [ddp]"),
+        (
+            {"parallel": "fsdp", "optimizer": {"state": "compact", "moment_dtype": "uint8"}, "fsdp": 3},
+            "fsdp = 3: must be a table, [fsdp]",
+        ),
+        ({"optimizer": {"options": 3}}, "optimizer.options = 3: must be a table, { key = value }"),
+        ({"optimizer": {"options": {"eps": None}}}, "optimizer.options.eps: must be bool, not NoneType"),
         ({"model": {"dim": "64"}}, "model.dim: must be int, not str"),
         ({"model": {"dim": 64.0}}, "model.dim: must be int, not float"),
         ({"train": {"steps": True}}, "train.steps: must be int, not bool"),
@@ -273,11 +281,25 @@ def test_moments_in_8_bits_decide_what_shards_may_cut(parallel: str):
         assert own.fsdp.shard_atoms == "whole"
     plain = structure({"parallel": parallel, "optimizer": {"state": "compact"}})
     assert (plain.ddp.shard_atom, plain.fsdp.shard_atoms) == (1, "element")
+    for form, ddp, atom in (("hybrid", {}, 256), ("zero1", {"keep_params_whole": True}, 1)):
+        assert structure({"parallel": form, "ddp": ddp, "optimizer": optimizer}).ddp.shard_atom == atom
+
+
+@pytest.mark.parametrize(
+    "fsdp",
+    [
+        {"reshard_after_forward": True, "reduce_every_microbatch": True},
+        {"placements": "zero1", "reshard_after_forward": False, "reduce_every_microbatch": False},
+    ],
+)
+def test_what_placements_shard_may_be_resharded_and_reduced(fsdp: dict[str, Any]):
+    assert structure({"parallel": "fsdp", "fsdp": fsdp}).fsdp.placements == fsdp.get("placements", "zero3")
 
 
 def test_dtypes_are_words():
     config = structure({"ddp": {"grad_reduce_wire_dtype": "bfloat16"}})
     assert config.ddp.grad_reduce_wire_dtype is torch.bfloat16
+    assert structure(json.loads(json.dumps(config_to_dict(config)))) == config
 
 
 @pytest.mark.parametrize(
@@ -413,10 +435,11 @@ def test_wrong_flags_are_answered_as_the_file_is(tmp_path: Path, flags: list[str
 def test_a_flag_mends_what_is_wrong_in_the_file(tmp_path: Path):
     path = tmp_path / "run.toml"
     path.write_text('[train]\nsteps = "many"\nseed = -1\n[data]\nsource = "text"\n')
-    flags = ["--train.steps", "30", "--train.seed=7", "--data.paths", "a", "b", "--train.out-dir", "12"]
+    flags = ["--train.steps", "30", "--train.seed=7", "--data.paths", "a", "5", "--train.out-dir", "12"]
     config = load_config(path, flags)
     assert (config.train.steps, config.train.seed, config.train.out_dir) == (30, 7, "12")
-    assert config.data.paths == ("a", "b")
+    assert config.data.paths == ("a", "5"), "words, for words are wanted"
+    assert load_config(path, [*flags, "--train.out-dir=None"]).train.out_dir == "None"
     options = ["--optimizer.name", "torch.optim.NAdam", "--optimizer.options.momentum-decay", "0.01", "--train.compile"]
     config = load_config(path, [*flags, *options, "--optimizer.max-grad-norm", "None"])
     assert config.optimizer.options == {"momentum_decay": 0.01}

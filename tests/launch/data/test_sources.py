@@ -70,6 +70,19 @@ def test_an_index_written_by_hand(tmp_path: Path):
     assert (tmp_path / "again.idx").read_bytes() == index
 
 
+def test_an_index_of_another_program_may_have_empty_sequences_and_documents(tmp_path: Path):
+    """And a list of documents that ends before the last sequence, or does not begin with the first."""
+    (tmp_path / "set.bin").write_bytes(bytes([5, 6, 7, 9]))
+    head = b"MMIDIDX\x00\x00" + struct.pack("<QBQ", 1, 1, 4)
+    sequences = struct.pack("<4i4q", 2, 0, 1, 1, 0, 2, 2, 3)
+    for documents, begins in (((0, 1, 1, 2, 4), [0, 2]), ((1, 4), [0, 2]), ((0, 3), [0, 3]), ((), [0])):
+        listed = struct.pack(f"<{len(documents)}q", *documents)
+        (tmp_path / "set.idx").write_bytes(head + struct.pack("<Q", len(documents)) + sequences + listed)
+        for name in ("set", "set.bin", "set.idx"):
+            tokens, starts = read_indexed(tmp_path / name)
+            assert (tokens[:].tolist(), starts.tolist()) == ([5, 6, 7, 9], begins)
+
+
 def test_a_document_longer_than_an_int32_is_several_sequences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     lengths = indexed._sequences_of(2**31), indexed._sequences_of(2**32)
     assert lengths == ([2**31 - 1, 1], [2**31 - 1, 2**31 - 1, 2])
@@ -87,11 +100,20 @@ def test_damaged_index_files_are_named(tmp_path: Path):
     write_indexed(tmp_path / "set", DOCUMENTS, dtype="uint16")
     index, tokens = tmp_path / "set.idx", tmp_path / "set.bin"
     whole = index.read_bytes()
+    lengths, pointers, documents = (whole[34:54], whole[54:94], whole[94:])
     for damaged, message in (
         (b"x" + whole[1:], "does not begin with MMIDIDX"),
+        (whole[:20], "does not begin with MMIDIDX"),
+        (whole[:9] + b"\x02" + whole[10:], "has version 2 and dtype code 8"),
         (whole[:17] + b"\x07" + whole[18:], "dtype code 7"),
         (whole[:-30], "is cut off"),
+        (whole[:-1], "is cut off"),
+        (whole[:34] + struct.pack("<5i", -1, 1, 13, 4, 30) + whole[54:], "sequences do not follow each other"),
+        (whole[:34] + lengths[4:] + lengths[:4] + whole[54:], "sequences do not follow each other"),
+        (whole[:34] + lengths + pointers[8:] + pointers[:8] + documents, "sequences do not follow each other"),
         (whole[:-24] + whole[-16:-8] + whole[-24:-16] + whole[-8:], "names documents beyond its 5 sequences"),
+        (whole[:-8] + struct.pack("<q", 6), "names documents beyond its 5 sequences"),
+        (whole[:94] + struct.pack("<q", -1) + whole[102:], "names documents beyond its 5 sequences"),
     ):
         index.write_bytes(damaged)
         with pytest.raises(DataError, match=message):
