@@ -12,7 +12,7 @@ import torch
 from tiny_run import tiny_config, tiny_toml
 
 from maingrad.ddp import DistributedDataParallelConfig
-from maingrad.launch.config.file import config_to_dict, load_config, print_keys, structure
+from maingrad.launch.config.file import config_to_dict, flat, load_config, print_keys, structure
 from maingrad.launch.config.run import Config, ConfigError, ModelConfig, TrainConfig
 
 CONFIGS = sorted((Path(__file__).resolve().parents[3] / "launch" / "configs").glob("*.toml"))
@@ -224,6 +224,36 @@ def test_refuses_impossible_values(document: dict[str, Any], message: str):
     refused(document, message)
 
 
+@pytest.mark.parametrize(
+    "document",
+    [
+        {"checkpoint": {"keep_last": 2, "keep_every": 4}, "train": {"log_every": 2, "save_every": 4}},
+        {"profile": {"first_step": 1, "trace": False, "memory": True, "ranks": [1, 0]}},
+        {"model": {"hugging_face": "somewhere"}, "train": {"sequence_length": 512}},
+        {"model": {"dropout": 0.1}, "train": {"compile": True, "cuda_graph": True}},
+        {"mesh": {"tp": 2}, "model": {"dropout": 0.1}, "train": {"cuda_graph": False}},
+        {"mesh": {"tp": 2}, "train": {"compile": True, "cuda_graph": True}},
+        {"model": {"vocab_size": 100}, "data": {"source": "tokens", "paths": ["a"]}},
+        {"model": {"param_dtype": "bfloat16"}, "train": {"recipe": "float8_delayed", "recompute": "attention"}},
+        {"optimizer": {"name": "sgd", "state": "compact"}},
+        {"parallel": "fsdp", "optimizer": {"name": "torch.optim.Adam", "state": "compact"}},
+        {"parallel": "fsdp", "fsdp": {"offload_to_cpu": True}},
+        {"parallel": "fsdp", "train": {"cuda_graph": True, "recompute": "blocks", "recompute_every": 2}},
+        {"model": {"hugging_face": "somewhere"}, "train": {"cuda_graph": True}},
+        {"optimizer": {"options": {"amsgrad": True}}},
+        {"model": {"dim": 2**20, "delay_wgrad_layers": 4}},
+        {"model": {"fused_loss": True, "fuse_wgrad_accumulation": False}},
+        {"model": {"hugging_face": "somewhere", "fused_loss": True, "param_dtype": "bfloat16"}},
+        {"optimizer": {"name": "lion", "betas": [0.5, 0.9]}, "train": {"compile": True, "recompute": "blocks"}},
+    ],
+    ids=str,
+)
+def test_what_goes_together_is_not_refused(document: dict[str, Any]):
+    found = flat(config_to_dict(structure(document)))
+    given = {key: tuple(value) if isinstance(value, list) else value for key, value in flat(document).items()}
+    assert {key: found[key] for key in given} == given
+
+
 ONE_COPY = "has no effect without use_distributed_optimizer: there are no shards"
 SAID = "turn it on, or drop the option (parallel decides on that)"
 INSTANCES = "ddp.num_distributed_optimizer_instances"
@@ -378,6 +408,14 @@ def test_instances_that_do_not_divide_the_ranks(tmp_path: Path, ranks: int, inst
     with pytest.raises(ConfigError, match=rf"instances = {instances}: must divide the {ranks} rank\(s\)"):
         config.check_ranks(ranks)
     config.check_ranks(instances * (1 + (instances == 2)))
+
+
+def test_instances_of_ranks_that_share_sequences():
+    config = structure({"parallel": "hybrid", "mesh": {"cp": 2}})
+    config.check_ranks(2)
+    sharded = structure({"parallel": "hsdp", "fsdp": {"num_instances": 3}})
+    with pytest.raises(ConfigError, match=r"fsdp\.num_instances = 3: must divide the 2 rank\(s\)"):
+        sharded.check_ranks(2)
 
 
 def test_integers_are_numbers_where_floats_are_wanted():
