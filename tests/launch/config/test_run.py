@@ -177,8 +177,8 @@ def test_refuses_unknown_keys_and_wrong_types(document: dict[str, Any], message:
             {"train": {"log_every": 2, "save_every": 5}},
             "train.save_every = 5: must be a multiple of train.log_every = 2",
         ),
-        ({"data": {"validation_paths": ["a"]}}, "data.validation_paths = ('a',): need source = \"text\"/\"tokens\""),
-        ({"data": {"column": "ids"}}, 'data.column = \'ids\': has no effect without source = "hugging_face"'),
+        ({"data": {"validation_paths": ["a"]}}, 'data.validation_paths = (\'a\',): need source = "text"/"tokens"'),
+        ({"data": {"column": "ids"}}, "data.column = 'ids': has no effect without source = \"hugging_face\""),
         ({"model": {"save_hugging_face": False}}, "model.save_hugging_face = False: has no effect without model.hugg"),
         ({"model": {"pretrained": False}}, "model.pretrained = False: has no effect without model.hugging_face"),
         ({"model": {"router_dtype": "bfloat16"}}, "model.router_dtype = 'bfloat16': has no effect without model.num_e"),
@@ -201,7 +201,7 @@ def test_refuses_unknown_keys_and_wrong_types(document: dict[str, Any], message:
         ),
         (
             {"optimizer": {"name": "torch.optim.Optimizer"}},
-            "optimizer.name = 'torch.optim.Optimizer': must be \"adamw\", \"muon\"",
+            'optimizer.name = \'torch.optim.Optimizer\': must be "adamw", "muon"',
         ),
         ({"logging": {"wandb_project": ""}}, "logging.wandb_project = '': must name a project"),
         (

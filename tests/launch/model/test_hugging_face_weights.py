@@ -5,13 +5,16 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tiny_run import tiny_document
 from torch import nn
 
+from maingrad.ddp import save_checkpoint
 from maingrad.launch import simulate
 from maingrad.launch.config.file import structure
 from maingrad.launch.config.model import ModelConfig
 from maingrad.launch.config.run import Config
+from maingrad.launch.model.exporting import export
 from maingrad.launch.model.hugging_face import HuggingFaceModel, build_language_model
 from maingrad.launch.training.loading import load_model
 from maingrad.launch.training.runtime import current_runtime
@@ -78,6 +81,30 @@ def test_new_values_follow_from_the_seed(tmp_path: Path, name: str):
         models.append(tensors(build_language_model(settings, seed=seed)))
     assert all(torch.equal(models[0][key], tensor) for key, tensor in models[1].items())
     assert not all(torch.equal(models[0][key], tensor) for key, tensor in models[2].items())
+
+
+def test_a_folder_out_of_a_checkpoint(tmp_path: Path):
+    """In the dtype that is asked for; into an empty folder, and over nothing that is there."""
+    source, target = tmp_path / "source", tmp_path / "target"
+    config_of("llama").save_pretrained(source)
+    model = build_language_model(ModelConfig(hugging_face=str(source), pretrained=False), seed=0)
+    extra = {"config": {"model": {"hugging_face": str(source), "trust_remote_code": True}}}
+    save_checkpoint(tmp_path / "c", model, extra=extra)
+    target.mkdir()
+    export(tmp_path / "c", target, dtype=torch.bfloat16)
+    stored = load_file(target / "model.safetensors")
+    assert {name: tensor.dtype for name, tensor in stored.items()} == {
+        name.removeprefix("model."): torch.bfloat16 for name, _ in model.named_parameters()
+    }
+    (tmp_path / "file").write_text("mine")
+    for there in (target, tmp_path / "file"):
+        with pytest.raises(ValueError, match="is there already; name a folder that is empty or new"):
+            export(tmp_path / "c", there)
+    assert (tmp_path / "file").read_text() == "mine"
+    (source / "config.json").unlink()
+    with pytest.raises(ValueError, match=r"the model\.hugging_face of .*, has no config\.json \(any more\)"):
+        export(tmp_path / "c", tmp_path / "other")
+    assert not (tmp_path / "other").exists()
 
 
 def run_config(folder: Path, source: Path, parallel: str, out: str, **model: Any) -> Config:

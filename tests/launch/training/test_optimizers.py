@@ -11,7 +11,7 @@ from tiny_run import tiny_config
 
 from maingrad.ddp import Muon
 from maingrad.launch import simulate
-from maingrad.launch.config.run import Config, ConfigError, OptimizerConfig
+from maingrad.launch.config.run import Config, ConfigError, ModelConfig, OptimizerConfig
 from maingrad.launch.data.batches import load_corpus
 from maingrad.launch.data.sequences import Sampler
 from maingrad.launch.model.gpt import build_model
@@ -213,6 +213,9 @@ def test_a_pattern_of_muon_that_matches_nothing_is_named():
         config.muon_of(model)
     (group,) = OptimizerConfig(name="muon", muon_split={"0.*": (4, 4, 4)}).muon_of(model).groups
     assert group["split"] == (4, 4, 4)
+    sizes = ModelConfig(dim=32, num_heads=4, num_kv_heads=2, ffn_dim=64, num_layers=1)
+    gpt = build_model(sizes, seed=0, device=torch.device("meta"))
+    assert (32, 16, 16) in [group["split"] for group in OptimizerConfig(name="muon").muon_of(gpt).groups]
 
 
 def test_a_record_has_the_rate_that_is_set_beside_muons(tmp_path: Path):
