@@ -60,6 +60,12 @@ def test_members_without_a_forward_or_parameters_are_no_units():
     assert names(net, default_units(net)) == ["blocks.0", "blocks.1", "inner.2"]
 
 
+def test_an_empty_list_hides_no_sequence():
+    model = nn.Sequential(Block(), Block())
+    model.register_module("none", nn.ModuleDict())
+    assert names(model, default_units(model)) == ["0", "1"]
+
+
 def test_lists_inside_of_blocks_are_no_lists_of_blocks():
     net = Net()
     for block in net.blocks:
