@@ -19,14 +19,17 @@ from tiny_run import tiny_config
 
 from maingrad.launch import simulate
 from maingrad.launch.config.file import load_config, structure
-from maingrad.launch.config.run import Config, ConfigError, OptimizerConfig
-from maingrad.launch.data.batches import DataError
+from maingrad.launch.config.run import Config, ConfigError, FsdpConfig, MeshConfig, ModelConfig, OptimizerConfig
+from maingrad.launch.data.batches import DataError, load_corpus
 from maingrad.launch.data.indexed import write_indexed
+from maingrad.launch.model.gpt import GPT
+from maingrad.launch.training.loading import validation_batch
 from maingrad.launch.training.metrics import MetricsWriter, read_metrics
 from maingrad.launch.training.pace import Pace, lr_factor
 from maingrad.launch.training.runtime import Runtime, process_group_from_env, versions
 from maingrad.launch.training.signals import StopRequest
 from maingrad.launch.training.train import TrainResult, train
+from maingrad.launch.training.units import units_of
 from maingrad.launch.training.watching.progress import Status, format_duration, format_rate
 
 STDLIB = Path(__file__).resolve().parents[3] / "launch" / "configs" / "stdlib.toml"
@@ -461,6 +464,52 @@ def test_cuda_without_a_gpu_is_refused(tmp_path: Path):
         pytest.skip("this machine has a GPU")
     with pytest.raises(ValueError, match=r'train\.device = "cuda": torch sees no CUDA device'):
         train(tiny_config(tmp_path, train={"device": "cuda"}))
+
+
+def test_which_part_of_a_batch_a_rank_has():
+    """tp changes fastest, then cp, then dp."""
+    mesh = MeshConfig(tp=2, cp=3)
+    ranks = [Runtime(rank, 12, torch.device("cpu"), mesh) for rank in range(12)]
+    assert [each.loss_rank for each in ranks] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
+    assert [each.data_rank for each in ranks] == [0] * 6 + [1] * 6
+    assert (ranks[0].loss_ranks, ranks[0].data_ranks) == (6, 2)
+    assert [each.is_main for each in ranks] == [True] + [False] * 11
+
+
+@pytest.mark.parametrize(("weights", "rows"), [((3.0, 1.0), [6, 2]), ((1e6, 1.0), [8, 1]), ((), [8])])
+def test_each_path_has_its_share_of_a_validation(tmp_path: Path, weights: tuple[float, ...], rows: list[int]):
+    paths = [tmp_path / "low", tmp_path / "high"]
+    for number, path in enumerate(paths):
+        path.write_bytes(bytes([100 * number + place % 100 for place in range(4000)]))
+    data = {"paths": [str(path) for path in paths], "weights": weights, "order": "epochs"}
+    config = tiny_config(tmp_path, data=data)
+    found = validation_batch(config, load_corpus(config.data, sequence_length=24))
+    of_each = [int((found.inputs[:, 0] < 100).sum()), int((found.inputs[:, 0] >= 100).sum())]
+    assert [number for number in of_each if number] == rows
+
+
+def test_a_router_of_another_dtype_is_a_unit_of_its_own():
+    experts = {"num_experts": 2, "top_k": 1, "expert_ffn_dim": 8, "moe_layer_freq": 2}
+    for router_dtype, wanted in (
+        ("float32", ["blocks.0.ffn.router", "blocks.0", "blocks.1", ""]),
+        ("bfloat16", ["blocks.0", "blocks.1", ""]),
+    ):
+        model = ModelConfig(
+            num_layers=2,
+            param_dtype="bfloat16",
+            router_dtype=router_dtype,
+            **experts,  # type: ignore[arg-type]
+        )
+        gpt = GPT(model, torch.device("meta"))
+        found = list(units_of(gpt, model, FsdpConfig(grad_dtype="bfloat16", reduce_dtype="float16")))
+        names = {id(module): name for name, module in gpt.named_modules()}
+        assert [names[id(module)] for module, _ in found] == wanted
+        for module, policy in found:
+            kind = getattr(torch, router_dtype) if names[id(module)].endswith("router") else torch.bfloat16
+            assert (policy.param_dtype, policy.grad_dtype, policy.reduce_dtype) == (
+                *(kind, torch.bfloat16, torch.float16),
+            )
+            assert not policy.cast_forward_inputs
 
 
 def test_all_reduce_sum_without_a_group_is_the_identity():
