@@ -13,10 +13,10 @@ from maingrad.ddp import save_checkpoint
 from maingrad.launch import simulate
 from maingrad.launch.config.file import structure
 from maingrad.launch.config.model import ModelConfig
-from maingrad.launch.config.run import Config
+from maingrad.launch.config.run import Config, ConfigError
 from maingrad.launch.model.exporting import export
 from maingrad.launch.model.hugging_face import HuggingFaceModel, build_language_model
-from maingrad.launch.training.loading import load_model
+from maingrad.launch.training.loading import check_model, load_model
 from maingrad.launch.training.runtime import current_runtime
 from maingrad.launch.training.train import train
 
@@ -129,6 +129,19 @@ def test_ranks_and_ways_begin_with_the_same_model(tmp_path: Path, name: str):
             losses.append(simulate(train, ranks, config)[0].losses)
         for others in losses[1:]:
             assert others == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_a_run_does_not_write_over_the_model_that_it_begins_with(tmp_path: Path):
+    source = tmp_path / "run" / "hugging_face"
+    config_of("llama").save_pretrained(source)
+    (tmp_path / "link").symlink_to(source)
+    for name in (source, tmp_path / "link"):
+        config = run_config(tmp_path, name, "ddp", "run", pretrained=False)
+        model = build_language_model(config.model, seed=0, device=torch.device("meta"))
+        with pytest.raises(ConfigError, match=r"model\.hugging_face = .*would be overwritten by the trained model"):
+            check_model(config, model)
+        check_model(run_config(tmp_path, name, "ddp", "run", pretrained=False, save_hugging_face=False), model)
+        check_model(run_config(tmp_path, name, "ddp", "other", pretrained=False), model)
 
 
 def test_documents_are_checked_once_the_model_has_values(tmp_path: Path):
