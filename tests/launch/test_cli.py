@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,62 @@ def test_an_error_file_that_a_cluster_names_gets_the_mistake_of_every_run(
     assert [path.name for path in tmp_path.iterdir() if "error" in path.name] == []
 
 
+def test_each_rank_of_a_node_makes_one_mistake_and_torchrun_prints_it_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """torchrun prints the texts of all files there are, and takes the earliest whole second for the cause."""
+    for rank in ("1", "0", "2"):
+        file = tmp_path / "attempt_0" / rank / "error.json"
+        file.parent.mkdir(parents=True)
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        assert main(["plan", str(tiny_toml(tmp_path)), "--ranks", "7"]) == 2
+    (found,) = (tmp_path / "attempt_0").rglob("error.json")
+    assert found.parent.name == "1", "the first that has ended"
+    said = json.loads(found.read_text())["message"]
+    assert "maingrad: error: train.global_batch_size = 24: must be" in said["message"]
+    assert said["extraInfo"]["py_callstack"] == said["message"]
+    assert time.time() - 60 < int(said["extraInfo"]["timestamp"]) < int(time.time())
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_what_a_run_is_given_and_how_it_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], interrupted: bool
+):
+    """The loop is replaced: the command's own part is seen."""
+    given: list[Any] = []
+
+    def train(config: Any, *, stop: Any) -> Any:
+        given.append((config, stop))
+        return types.SimpleNamespace(interrupted=interrupted, is_main=len(given) < 3)
+
+    def simulate(job: Any, ranks: int, config: Any, **options: Any) -> Any:
+        given.append((ranks, options["seed"]))
+        return [job(config, stop=options["stop"]), None]
+
+    def draw(folder: Path) -> None:
+        given.append(folder)
+
+    monkeypatch.setattr("maingrad.launch.training.train.train", train)
+    monkeypatch.setattr("maingrad.launch.simulation.simulate.simulate", simulate)
+    monkeypatch.setattr("maingrad.launch.report.page.print_report", draw)
+    toml = str(tiny_toml(tmp_path, train={"device": "cuda"}))
+    wanted, drawn = (130, []) if interrupted else (0, [tmp_path / "run"])
+    assert main(["simulate", toml, "--ranks", "2", "--schedule-seed", "5", "--train.steps", "9"]) == wanted
+    assert given[0] == (2, 5)
+    (config, stop), *rest = given[1:]
+    assert (config.train.steps, config.train.device, stop.requested) == (9, "cpu", False)
+    assert rest == drawn
+    given[:] = []
+    assert main(["train", toml, "--train.device", "cpu", "--train.steps", "9"]) == wanted
+    (config, stop), *rest = given
+    assert (config.train.steps, config.train.device, stop.requested) == (9, "cpu", False)
+    assert rest == drawn
+    given[:] = [None, None]
+    assert main(["train", toml, "--train.device", "cpu"]) == wanted
+    assert given[3:] == [], "rank 0 alone draws"
+
+
 @pytest.mark.in_turn
 def test_a_checkpoint_of_a_run_becomes_a_file_of_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     settings = ["--train.save-every", "3", "--train.steps", "3", "--model.param-dtype", "bfloat16"]
@@ -139,6 +196,12 @@ def test_plan_prints_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
         (["frobnicate"], 2, "Expected one of {train, plan, simulate"),
         (["train", "FOLDER"], 2, "is a folder, and cannot be read: name a configuration file in it"),
         (["train"], 2, "CONFIG.toml"),
+        (["train", "CONFIG", "--ranks", "2"], 2, "--ranks goes with --dry-run; a run has as many ranks as torchrun"),
+        (["train", "CONFIG", "--ranks", "0", "--dry-run"], 2, "--ranks must be at least 1, got 0"),
+        (["plan", "CONFIG", "--ranks", "1"], 0, "over 1 rank"),
+        (["tokenize", "prefix"], 2, "tokenize takes a prefix and files; got no files"),
+        (["report"], 2, "report takes folders of runs; got none"),
+        (["report", "--help", "x.toml"], 0, "folders of runs"),
         (["plan", "CONFIG", "--ranks", "0"], 2, "must be at least 1, got 0"),
         (["plan", "CONFIG", "--ranks", "7"], 2, "must be a multiple of train.num_microbatches * ranks"),
         (["plan", "CONFIG", "--ranks", "3", "--parallel", "hybrid"], 2, "instances = 2: must divide the 3 rank(s)"),

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, load_model
 from torch import Tensor, nn
 
 from maingrad.ddp import load_checkpoint, save_checkpoint
-from maingrad.launch import simulate
+from maingrad.launch import safetensors_io, simulate
 from maingrad.launch.safetensors_io import export_safetensors
 
 ZERO1 = {"use_distributed_optimizer": True, "bucket_size": 300}
@@ -93,6 +93,49 @@ def test_targets_and_dtypes_that_are_none_are_named(tmp_path: Path) -> None:
             export_safetensors(tmp_path / "c", target)
     with pytest.raises(ValueError, match=r"dtype = torch\.int8: weights are rounded to a floating-point type"):
         export_safetensors(tmp_path / "c", tmp_path / "file", dtype=torch.int8)
+
+
+def test_buffers_and_integers_keep_their_dtype(tmp_path: Path) -> None:
+    """``dtype`` is of the floating-point parameters, whose masters it rounds."""
+    model = nn.Linear(3, 2)
+    model.register_buffer("table", torch.rand(2))
+    model.register_buffer("scratch", torch.rand(2), persistent=False)
+    model.codes = nn.Parameter(torch.arange(3), requires_grad=False)
+    save_checkpoint(tmp_path / "c", model)
+    for dtype in (torch.bfloat16, None):
+        export_safetensors(tmp_path / "c", tmp_path / "sub" / "folder" / "file", dtype=dtype)
+        found = load_file(tmp_path / "sub" / "folder" / "file")
+        wanted = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        if dtype is not None:
+            wanted |= {name: wanted[name].to(dtype) for name in ("weight", "bias")}
+        assert {name: tensor.dtype for name, tensor in found.items()} == {n: t.dtype for n, t in wanted.items()}
+        assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+
+
+def test_files_beside_a_checkpoint_and_of_its_names_elsewhere_are_written(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    save_checkpoint(tmp_path / "c", model)
+    for target in (tmp_path / "c" / "own.safetensors", tmp_path / "rank-00000.safetensors"):
+        export_safetensors(tmp_path / "c", target)
+        assert_same(load_file(target), model.state_dict())
+    assert load_checkpoint(tmp_path / "c", nn.Linear(3, 2)) is None
+
+
+def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(tensors: Any, path: Path, metadata: Any) -> None:
+        path.write_text("the first half")
+        raise OSError("the disk is full")
+
+    save_checkpoint(tmp_path / "c", nn.Linear(3, 2))
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "file").write_text("of before")
+    monkeypatch.setattr(safetensors_io, "save_file", fail)
+    with pytest.raises(OSError, match=r"file' could not be written \(the disk is full\)"):
+        export_safetensors(tmp_path / "c", tmp_path / "new" / "file")
+    assert {path.name: path.read_text() for path in (tmp_path / "new").iterdir()} == {"file": "of before"}
+    monkeypatch.setattr(safetensors_io, "save_file", lambda tensors, path, metadata: Path("").rename(path))
+    with pytest.raises(OSError, match="could not be written"):
+        export_safetensors(tmp_path / "c", tmp_path / "new" / "file")
 
 
 def test_an_expanded_buffer_is_as_large_in_files_as_it_is_and_takes_none(tmp_path: Path) -> None:

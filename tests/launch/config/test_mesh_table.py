@@ -75,3 +75,8 @@ def test_instances_divide_the_ranks_whose_losses_are_averaged(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"instances = 2: must divide the 1 rank\(s\)"):
         config.check_ranks(2)
     config.check_ranks(4)
+
+
+def test_a_mesh_is_said_where_there_is_one():
+    said = [MeshConfig(tp=tp, cp=cp).said for tp, cp in ((1, 1), (2, 1), (1, 2))]
+    assert said == ["", " (tp 2, cp 1)", " (tp 1, cp 2)"]

@@ -12,8 +12,8 @@ import torch
 from tiny_run import tiny_config, tiny_toml
 
 from maingrad.ddp import DistributedDataParallelConfig
-from maingrad.launch.config.file import config_to_dict, load_config, print_keys, structure
-from maingrad.launch.config.run import Config, ConfigError, ModelConfig
+from maingrad.launch.config.file import config_to_dict, flat, load_config, print_keys, structure
+from maingrad.launch.config.run import Config, ConfigError, ModelConfig, TrainConfig
 
 CONFIGS = sorted((Path(__file__).resolve().parents[3] / "launch" / "configs").glob("*.toml"))
 
@@ -59,7 +59,7 @@ def test_empty_file_is_the_defaults(tmp_path: Path):
 
 def test_every_field_says_what_it_is(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as end:
-        print_keys(Config())
+        print_keys(Config(train=TrainConfig(steps=4321)))
     text = capsys.readouterr().out
     assert end.value.code == 0
     sections = [field for field in dataclasses.fields(Config) if field.name != "parallel"]
@@ -68,6 +68,7 @@ def test_every_field_says_what_it_is(capsys: pytest.CaptureFixture[str]):
         for field in dataclasses.fields(getattr(Config(), section.name)):
             assert f"--{section.name}.{field.name.replace('_', '-')}" in text
     assert "Elements after which a bucket is closed" in text, "field docstrings are the help"
+    assert "4321" in text, "the file's values are the defaults"
 
 
 def test_round_trip_through_json(tmp_path: Path):
@@ -84,6 +85,13 @@ def test_round_trip_through_json(tmp_path: Path):
         ({"train": {"keep_last": 2}}, "unknown key 'train.keep_last': it is 'checkpoint.keep_last'"),
         ({"data": {"zzz": 2}}, "unknown key 'data.zzz': valid keys: column, documents, end_of_document, "),
         ({"model": 3}, "model = 3: must be a table, [model]"),
+        ({"ddp": 3}, "ddp = 3: must be a table, [ddp]"),
+        (
+            {"parallel": "fsdp", "optimizer": {"state": "compact", "moment_dtype": "uint8"}, "fsdp": 3},
+            "fsdp = 3: must be a table, [fsdp]",
+        ),
+        ({"optimizer": {"options": 3}}, "optimizer.options = 3: must be a table, { key = value }"),
+        ({"optimizer": {"options": {"eps": None}}}, "optimizer.options.eps: must be bool, not NoneType"),
         ({"model": {"dim": "64"}}, "model.dim: must be int, not str"),
         ({"model": {"dim": 64.0}}, "model.dim: must be int, not float"),
         ({"train": {"steps": True}}, "train.steps: must be int, not bool"),
@@ -165,10 +173,85 @@ def test_refuses_unknown_keys_and_wrong_types(document: dict[str, Any], message:
         ({"optimizer": {"min_lr_ratio": 2.0}}, "optimizer.min_lr_ratio = 2.0: must lie in [0, 1]"),
         ({"ddp": {"bucket_size": 0}}, "ddp.bucket_size must be at least 1 element, got 0"),
         ({"ddp": {"find_unused_parameters": True}}, "ddp.find_unused_parameters has no effect"),
+        (
+            {"train": {"log_every": 2, "save_every": 5}},
+            "train.save_every = 5: must be a multiple of train.log_every = 2",
+        ),
+        ({"data": {"validation_paths": ["a"]}}, 'data.validation_paths = (\'a\',): need source = "text"/"tokens"'),
+        ({"data": {"column": "ids"}}, "data.column = 'ids': has no effect without source = \"hugging_face\""),
+        ({"model": {"save_hugging_face": False}}, "model.save_hugging_face = False: has no effect without model.hugg"),
+        ({"model": {"pretrained": False}}, "model.pretrained = False: has no effect without model.hugging_face"),
+        ({"model": {"router_dtype": "bfloat16"}}, "model.router_dtype = 'bfloat16': has no effect without model.num_e"),
+        ({"model": {"normalize_top_k": True}}, "model.normalize_top_k = True: has no effect without model.num_experts"),
+        (
+            {"optimizer": {"name": "lion", "eps": 1e-6}},
+            'optimizer.eps = 1e-06: is not read by name = "lion"',
+        ),
+        (
+            {"optimizer": {"state": "compact", "options": {"maximize": True}}},
+            "optimizer.state = 'compact': \"compact\" does not go with optimizer.options maximize",
+        ),
+        (
+            {"parallel": "hsdp", "optimizer": {"name": "sgd", "state": "compact"}},
+            'optimizer.state = \'compact\': "compact" is for AdamW and Adam under parallel = "hsdp"',
+        ),
+        (
+            {"parallel": "fsdp", "optimizer": {"name": "muon", "state": "compact"}},
+            'optimizer.state = \'compact\': "compact" is for AdamW and Adam under parallel = "fsdp"',
+        ),
+        (
+            {"optimizer": {"name": "torch.optim.Optimizer"}},
+            'optimizer.name = \'torch.optim.Optimizer\': must be "adamw", "muon"',
+        ),
+        ({"logging": {"wandb_project": ""}}, "logging.wandb_project = '': must name a project"),
+        (
+            {"logging": {"wandb_mode": "offline"}},
+            "logging.wandb_mode = 'offline': has no effect without logging.wandb_project",
+        ),
+        ({"profile": {"first_step": 1, "ranks": []}}, "profile.ranks = (): must name different ranks, from 0 on"),
+        ({"profile": {"ranks": [1]}}, "profile.ranks = (1,): has no effect without profile.first_step"),
+        (
+            {"train": {"cuda_graph": True}, "data": {"documents": "mask", "end_of_document": 0}},
+            'train.cuda_graph = True: does not go with data.documents = "mask" and "pad"',
+        ),
+        (
+            {"train": {"cuda_graph": True, "recompute": "blocks"}, "model": {"hugging_face": "somewhere"}},
+            "train.recompute = 'blocks': does not go with train.cuda_graph where the model may have dropout",
+        ),
     ],
 )
 def test_refuses_impossible_values(document: dict[str, Any], message: str):
     refused(document, message)
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        {"checkpoint": {"keep_last": 2, "keep_every": 4}, "train": {"log_every": 2, "save_every": 4}},
+        {"profile": {"first_step": 1, "trace": False, "memory": True, "ranks": [1, 0]}},
+        {"model": {"hugging_face": "somewhere"}, "train": {"sequence_length": 512}},
+        {"model": {"dropout": 0.1}, "train": {"compile": True, "cuda_graph": True}},
+        {"mesh": {"tp": 2}, "model": {"dropout": 0.1}, "train": {"cuda_graph": False}},
+        {"mesh": {"tp": 2}, "train": {"compile": True, "cuda_graph": True}},
+        {"model": {"vocab_size": 100}, "data": {"source": "tokens", "paths": ["a"]}},
+        {"model": {"param_dtype": "bfloat16"}, "train": {"recipe": "float8_delayed", "recompute": "attention"}},
+        {"optimizer": {"name": "sgd", "state": "compact"}},
+        {"parallel": "fsdp", "optimizer": {"name": "torch.optim.Adam", "state": "compact"}},
+        {"parallel": "fsdp", "fsdp": {"offload_to_cpu": True}},
+        {"parallel": "fsdp", "train": {"cuda_graph": True, "recompute": "blocks", "recompute_every": 2}},
+        {"model": {"hugging_face": "somewhere"}, "train": {"cuda_graph": True}},
+        {"optimizer": {"options": {"amsgrad": True}}},
+        {"model": {"dim": 2**20, "delay_wgrad_layers": 4}},
+        {"model": {"fused_loss": True, "fuse_wgrad_accumulation": False}},
+        {"model": {"hugging_face": "somewhere", "fused_loss": True, "param_dtype": "bfloat16"}},
+        {"optimizer": {"name": "lion", "betas": [0.5, 0.9]}, "train": {"compile": True, "recompute": "blocks"}},
+    ],
+    ids=str,
+)
+def test_what_goes_together_is_not_refused(document: dict[str, Any]):
+    found = flat(config_to_dict(structure(document)))
+    given = {key: tuple(value) if isinstance(value, list) else value for key, value in flat(document).items()}
+    assert {key: found[key] for key in given} == given
 
 
 ONE_COPY = "has no effect without use_distributed_optimizer: there are no shards"
@@ -228,11 +311,25 @@ def test_moments_in_8_bits_decide_what_shards_may_cut(parallel: str):
         assert own.fsdp.shard_atoms == "whole"
     plain = structure({"parallel": parallel, "optimizer": {"state": "compact"}})
     assert (plain.ddp.shard_atom, plain.fsdp.shard_atoms) == (1, "element")
+    for form, ddp, atom in (("hybrid", {}, 256), ("zero1", {"keep_params_whole": True}, 1)):
+        assert structure({"parallel": form, "ddp": ddp, "optimizer": optimizer}).ddp.shard_atom == atom
+
+
+@pytest.mark.parametrize(
+    "fsdp",
+    [
+        {"reshard_after_forward": True, "reduce_every_microbatch": True},
+        {"placements": "zero1", "reshard_after_forward": False, "reduce_every_microbatch": False},
+    ],
+)
+def test_what_placements_shard_may_be_resharded_and_reduced(fsdp: dict[str, Any]):
+    assert structure({"parallel": "fsdp", "fsdp": fsdp}).fsdp.placements == fsdp.get("placements", "zero3")
 
 
 def test_dtypes_are_words():
     config = structure({"ddp": {"grad_reduce_wire_dtype": "bfloat16"}})
     assert config.ddp.grad_reduce_wire_dtype is torch.bfloat16
+    assert structure(json.loads(json.dumps(config_to_dict(config)))) == config
 
 
 @pytest.mark.parametrize(
@@ -313,6 +410,14 @@ def test_instances_that_do_not_divide_the_ranks(tmp_path: Path, ranks: int, inst
     config.check_ranks(instances * (1 + (instances == 2)))
 
 
+def test_instances_of_ranks_that_share_sequences():
+    config = structure({"parallel": "hybrid", "mesh": {"cp": 2}})
+    config.check_ranks(2)
+    sharded = structure({"parallel": "hsdp", "fsdp": {"num_instances": 3}})
+    with pytest.raises(ConfigError, match=r"fsdp\.num_instances = 3: must divide the 2 rank\(s\)"):
+        sharded.check_ranks(2)
+
+
 def test_integers_are_numbers_where_floats_are_wanted():
     assert structure({"optimizer": {"lr": 1}}).optimizer.lr == 1.0
 
@@ -368,10 +473,11 @@ def test_wrong_flags_are_answered_as_the_file_is(tmp_path: Path, flags: list[str
 def test_a_flag_mends_what_is_wrong_in_the_file(tmp_path: Path):
     path = tmp_path / "run.toml"
     path.write_text('[train]\nsteps = "many"\nseed = -1\n[data]\nsource = "text"\n')
-    flags = ["--train.steps", "30", "--train.seed=7", "--data.paths", "a", "b", "--train.out-dir", "12"]
+    flags = ["--train.steps", "30", "--train.seed=7", "--data.paths", "a", "5", "--train.out-dir", "12"]
     config = load_config(path, flags)
     assert (config.train.steps, config.train.seed, config.train.out_dir) == (30, 7, "12")
-    assert config.data.paths == ("a", "b")
+    assert config.data.paths == ("a", "5"), "words, for words are wanted"
+    assert load_config(path, [*flags, "--train.out-dir=None"]).train.out_dir == "None"
     options = ["--optimizer.name", "torch.optim.NAdam", "--optimizer.options.momentum-decay", "0.01", "--train.compile"]
     config = load_config(path, [*flags, *options, "--optimizer.max-grad-norm", "None"])
     assert config.optimizer.options == {"momentum_decay": 0.01}

@@ -1,6 +1,7 @@
 """Data: every source, its errors, and batches that do not depend on the number of ranks."""
 
 import errno
+import hashlib
 import os
 import re
 from itertools import pairwise
@@ -24,8 +25,9 @@ from maingrad.launch.data.batches import (
 )
 from maingrad.launch.data.bigram import bigram_loss
 from maingrad.launch.data.indexed import write_indexed
+from maingrad.launch.data.replacing import replacing
 from maingrad.launch.data.sequences import Body, Sampler
-from maingrad.launch.data.tokens import Digest, FileTokens, Tokens, digest_of
+from maingrad.launch.data.tokens import Digest, FileTokens, Tokens, digest_of, digest_of_borders
 
 ALPHABET = Body(Tokens([np.arange(1000, dtype=np.uint16)]))
 
@@ -42,25 +44,58 @@ def batch(
 
 
 @pytest.mark.in_turn
-def test_standard_library_is_real_text_in_a_fixed_order():
+def test_standard_library_is_real_text():
     corpus = load_corpus(DataConfig(), sequence_length=128)
     files = stdlib_files()
     assert len(corpus.train) > 2_000_000
     assert 0.01 < len(corpus.validation) / len(corpus.train) < 0.3
     assert len(corpus.train) + len(corpus.validation) == sum(path.stat().st_size for path in files)
     assert not any({"test", "site-packages"}.intersection(path.parts) for path in files)
-    again = load_corpus(DataConfig(), sequence_length=128)
-    assert np.array_equal(corpus.train[:], again.train[:])
-    assert np.array_equal(corpus.validation[:], again.validation[:])
     assert b"def " in corpus.train[:].tobytes()
 
 
-@pytest.mark.slow
-def test_files_stay_on_their_side_when_more_is_held_back():
-    less = load_corpus(DataConfig(validation_fraction=0.05), sequence_length=8).validation[:].tobytes()
-    more = load_corpus(DataConfig(validation_fraction=0.3), sequence_length=8).validation[:].tobytes()
-    assert less[:1000] in more
-    assert len(more) > len(less)
+@pytest.fixture
+def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A standard library of 300 small files, each of 9 bytes that name it, and of files that are none of it."""
+    for number in range(300):
+        path = tmp_path / "lib" / f"{number % 7}" / f"{number}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"f({number:05})\n")
+    for other in ("test/a.py", "0/__pycache__/b.py", "site-packages/c/d.py", "0/e.txt"):
+        (tmp_path / "lib" / other).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "lib" / other).write_text("no source of the library")
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path / "lib"))
+    return tmp_path / "lib"
+
+
+def sides(**settings: Any) -> tuple[set[bytes], set[bytes]]:
+    """The files to train on, and those that are held back."""
+    corpus = load_corpus(DataConfig(**settings), sequence_length=8)
+    both = [set(part[:].tobytes().splitlines()) for part in (corpus.train, corpus.validation)]
+    return both[0], both[1]
+
+
+def test_files_stay_on_their_side_when_more_is_held_back_and_others_come(library: Path):
+    train, held = sides()
+    assert "(300 files under " in load_corpus(DataConfig(), sequence_length=8).description
+    assert len(train) + len(held) == 300 and 3 <= len(held) <= 30
+    less_train, more_held = sides(validation_fraction=0.5)
+    assert 100 < len(more_held) < 200 and held < more_held and less_train < train
+    (library / "0" / "new.py").write_text("f(new11)\n")
+    new_train, new_held = sides(validation_fraction=0.5)
+    assert (new_train | new_held) - (train | held) == {b"f(new11)"}
+    assert less_train <= new_train and more_held <= new_held
+
+
+def test_files_of_a_standard_library_come_in_order(library: Path):
+    tokens = load_corpus(DataConfig(), sequence_length=8).train[:].tobytes().splitlines()
+    names = [path.read_bytes().strip() for path in sorted(library.rglob("[0-9]*.py"))]
+    assert tokens == [name for name in names if name in set(tokens)]
+
+
+def test_a_standard_library_whose_documents_end(library: Path):
+    (body,) = load_corpus(DataConfig(end_of_document=10), sequence_length=8).bodies
+    assert body.document_starts().tolist() == list(range(0, len(body.tokens), 9))
 
 
 def test_text_is_bytes_and_its_tail_is_held_back(tmp_path: Path):
@@ -109,6 +144,15 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest
         load_corpus(DataConfig(source="text", paths=(str(path),)), sequence_length=8)
 
 
+def test_a_read_that_gives_less_than_it_was_asked_for_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = tmp_path / "tokens.bin"
+    np.arange(100, dtype=np.uint16).tofile(path)
+    tokens, pread = FileTokens(path, np.dtype(np.uint16)), os.pread
+    monkeypatch.setattr(os, "pread", lambda file, wanted, at: pread(file, min(wanted, 7), at))
+    assert tokens[10:40].tolist() == list(range(10, 40))
+    assert tokens[40:10].tolist() == [] and len(tokens) == 100
+
+
 def test_a_file_that_shrinks_while_it_is_read_is_named(tmp_path: Path):
     path = tmp_path / "tokens.bin"
     np.arange(1000, dtype=np.uint16).tofile(path)
@@ -155,12 +199,16 @@ def test_digests_tell_data_apart_and_parts_alike(tmp_path: Path, monkeypatch: py
     whole = Tokens([FileTokens(path, tokens.dtype)])
     assert digest_of(whole) == digest_of_array(tokens) == digest_of(whole.part(0, 5000))
     assert digest_of(whole.part(7, 4000)) == digest_of_array(tokens[7:4000]) != digest_of_array(tokens[8:4001])
+    assert digest_of(whole).sha256 == hashlib.sha256(tokens.tobytes()).hexdigest(), "checkpoints hold it"
     tokens[4321] += 1
     assert digest_of_array(tokens) != digest_of(whole)
     monkeypatch.setattr(token_files, "_DIGEST_BLOCK", 64)
     monkeypatch.setattr(token_files, "_DIGEST_BLOCKS", 16)
     assert digest_of(whole.part(0, 4000)) == digest_of_array(tokens[:4000]), "a sample of what is large"
     assert digest_of_array(tokens[:4000]) != digest_of_array(np.roll(tokens[:4000], 1))
+    blocks = [tokens[start : start + 32].tobytes() for start in (np.arange(16) * (4000 - 32) / 15).astype(int)]
+    assert digest_of_array(tokens[:4000]).sha256 == hashlib.sha256(b"".join(blocks)).hexdigest()
+    assert digest_of_array(tokens[:512]).sha256 == hashlib.sha256(tokens[:512].tobytes()).hexdigest()
     sampled = digest_of_array(tokens[:4000])
     tokens[3999] += 1
     assert digest_of_array(tokens[:4000]) != sampled, "from the first to the last"
@@ -187,6 +235,10 @@ def test_borders_belong_to_a_digest(tmp_path: Path):
         assert (digests(documents, [100, 300])["training"] != digests(documents, [101, 299])["training"]) is differ
     one, other = digests("join", [100, 100], [200]), digests("join", [100, 120], [180])
     assert one["training"].says_otherwise(other["training"]) is not None
+    ids = np.array([0, 4])
+    borders = [(10, None)], [(10, ids)], [(10, ids + 1)], [(11, None)], [(5, None), (5, None)], [(10, ids[:1])]
+    assert len({digest_of_borders(each) for each in borders}) == len(borders)
+    assert digest_of_borders([(10, ids.astype(">i8"))]) == digest_of_borders([(10, ids)])
     before_borders_were_noted = one["training"]._replace(borders="")
     assert before_borders_were_noted.says_otherwise(one["training"]) is None
 
@@ -201,6 +253,8 @@ def test_borders_belong_to_a_digest(tmp_path: Path):
             {"source": "tokens"},
             r"'.*data\.bin' holds 3 bytes, not a whole number of uint16 tokens.*token_dtype",
         ),
+        (b"x" * 64, {"validation_fraction": 0.5}, r"32 training tokens are too few for one sequence of 32 tokens"),
+        (b"x" * 66, {"max_tokens": 32}, r"32 training tokens are too few.*train\.sequence_length below 32"),
         (b"x" * 8, {}, r"8 training tokens are too few for one sequence of 32 tokens.*lower train\.sequence_length"),
         (b"x" * 100, {"validation_fraction": 0.1}, r"10 validation tokens are too few.*data\.validation_fraction"),
     ],
@@ -219,8 +273,7 @@ def test_a_folder_is_no_file(tmp_path: Path):
         load_corpus(DataConfig(source="text", paths=(str(tmp_path),)), sequence_length=8)
 
 
-@pytest.mark.in_turn
-def test_sequence_longer_than_the_standard_library():
+def test_sequence_longer_than_the_standard_library(library: Path):
     with pytest.raises(DataError, match=re.escape("standard library source")):
         load_corpus(DataConfig(), sequence_length=10**9)
 
@@ -275,6 +328,20 @@ def test_validation_windows_are_spread_and_do_not_overlap():
     assert many.inputs.unique().numel() == many.inputs.numel() == 990
 
 
+def test_a_file_that_cannot_be_written_is_as_it_was(tmp_path: Path):
+    for mode, content in (("w", "ü"), ("wb", b"x")):
+        with replacing(tmp_path / "file", mode) as file:
+            file.write(content)
+        before = (tmp_path / "file").read_bytes()
+        assert before == (content if isinstance(content, bytes) else content.encode())
+        writing = replacing(tmp_path / "file", mode)
+        writing.__enter__().write(content)
+        error = RuntimeError("in the middle")
+        assert not writing.__exit__(type(error), error, None), "the error goes on"
+        assert [path.name for path in tmp_path.iterdir()] == ["file"]
+        assert (tmp_path / "file").read_bytes() == before
+
+
 # ---- The bigram model. ----
 
 
@@ -283,6 +350,7 @@ def test_bigram_against_counting_by_hand():
     scored = Batch(torch.tensor([[0, 1]]), torch.tensor([[1, 0]]))
     # 0 is followed by 1 three times, 1 by 0 once and by 2 once; one is added to each of 256 counts.
     assert bigram_loss(tokens, scored) == pytest.approx(-(np.log(4 / 259) + np.log(2 / 258)) / 2)
+    assert bigram_loss(tokens, Batch(torch.tensor([[0]]), torch.tensor([[1]]))) == pytest.approx(-np.log(4 / 259))
 
 
 @pytest.mark.slow

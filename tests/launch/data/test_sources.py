@@ -16,12 +16,12 @@ from maingrad.launch import simulate
 from maingrad.launch.config.data import DataConfig
 from maingrad.launch.config.run import Config, ConfigError
 from maingrad.launch.config.train import TrainConfig
-from maingrad.launch.data import indexed
+from maingrad.launch.data import indexed, sequences
 from maingrad.launch.data.batches import load_corpus
 from maingrad.launch.data.indexed import read_indexed, write_indexed
 from maingrad.launch.data.order import Blend, permuted
 from maingrad.launch.data.sequences import IGNORED, Batch, Body, Sampler, SequenceSet, concatenated
-from maingrad.launch.data.sources import open_body
+from maingrad.launch.data.sources import joined, open_body
 from maingrad.launch.data.tokenizing import tokenize_files
 from maingrad.launch.data.tokens import DataError, Tokens
 from maingrad.launch.training.train import train
@@ -56,6 +56,19 @@ def test_indexed_files_come_back(tmp_path: Path, dtype: str):
     assert tokens[:].tolist() == TOKENS
 
 
+def test_what_is_written_into_a_folder_that_is_not_there_yet(tmp_path: Path):
+    """The largest id that fits, and a document without a token, which is left out."""
+    for _ in range(2):
+        written = write_indexed(tmp_path / "new" / "er" / "set", [[], [255, 0], [], [7]], dtype="uint8")
+        assert (written.documents, written.tokens) == (2, 3)
+        tokens, starts = read_indexed(tmp_path / "new" / "er" / "set")
+        assert (tokens[:].tolist(), starts.tolist()) == ([255, 0, 7], [0, 2])
+    assert sorted(path.name for path in (tmp_path / "new" / "er").iterdir()) == ["set.bin", "set.idx"]
+    with pytest.raises(DataError, match="token ids -1 to 3 do not fit uint8"):
+        write_indexed(tmp_path / "new" / "er" / "set", [[3, -1]], dtype="uint8")
+    assert read_indexed(tmp_path / "new" / "er" / "set").tokens[:].tolist() == [255, 0, 7], "those of before stay"
+
+
 def test_an_index_written_by_hand(tmp_path: Path):
     """Two documents, the second of two sequences, as the format's description says byte for byte."""
     (tmp_path / "set.bin").write_bytes(struct.pack("<6i", 5, 6, 7, 70000, 9, 10))
@@ -68,6 +81,19 @@ def test_an_index_written_by_hand(tmp_path: Path):
     assert (tmp_path / "again.bin").read_bytes() == (tmp_path / "set.bin").read_bytes()
     index = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 4, 2, 3) + struct.pack("<2i2q3q", 2, 4, 0, 8, 0, 1, 2)
     assert (tmp_path / "again.idx").read_bytes() == index
+
+
+def test_an_index_of_another_program_may_have_empty_sequences_and_documents(tmp_path: Path):
+    """And a list of documents that ends before the last sequence, or does not begin with the first."""
+    (tmp_path / "set.bin").write_bytes(bytes([5, 6, 7, 9]))
+    head = b"MMIDIDX\x00\x00" + struct.pack("<QBQ", 1, 1, 4)
+    sequences = struct.pack("<4i4q", 2, 0, 1, 1, 0, 2, 2, 3)
+    for documents, begins in (((0, 1, 1, 2, 4), [0, 2]), ((1, 4), [0, 2]), ((0, 3), [0, 3]), ((), [0])):
+        listed = struct.pack(f"<{len(documents)}q", *documents)
+        (tmp_path / "set.idx").write_bytes(head + struct.pack("<Q", len(documents)) + sequences + listed)
+        for name in ("set", "set.bin", "set.idx"):
+            tokens, starts = read_indexed(tmp_path / name)
+            assert (tokens[:].tolist(), starts.tolist()) == ([5, 6, 7, 9], begins)
 
 
 def test_a_document_longer_than_an_int32_is_several_sequences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -87,11 +113,20 @@ def test_damaged_index_files_are_named(tmp_path: Path):
     write_indexed(tmp_path / "set", DOCUMENTS, dtype="uint16")
     index, tokens = tmp_path / "set.idx", tmp_path / "set.bin"
     whole = index.read_bytes()
+    lengths, pointers, documents = (whole[34:54], whole[54:94], whole[94:])
     for damaged, message in (
         (b"x" + whole[1:], "does not begin with MMIDIDX"),
+        (whole[:20], "does not begin with MMIDIDX"),
+        (whole[:9] + b"\x02" + whole[10:], "has version 2 and dtype code 8"),
         (whole[:17] + b"\x07" + whole[18:], "dtype code 7"),
         (whole[:-30], "is cut off"),
+        (whole[:-1], "is cut off"),
+        (whole[:34] + struct.pack("<5i", -1, 1, 13, 4, 30) + whole[54:], "sequences do not follow each other"),
+        (whole[:34] + lengths[4:] + lengths[:4] + whole[54:], "sequences do not follow each other"),
+        (whole[:34] + lengths + pointers[8:] + pointers[:8] + documents, "sequences do not follow each other"),
         (whole[:-24] + whole[-16:-8] + whole[-24:-16] + whole[-8:], "names documents beyond its 5 sequences"),
+        (whole[:-8] + struct.pack("<q", 6), "names documents beyond its 5 sequences"),
+        (whole[:94] + struct.pack("<q", -1) + whole[102:], "names documents beyond its 5 sequences"),
     ):
         index.write_bytes(damaged)
         with pytest.raises(DataError, match=message):
@@ -122,6 +157,18 @@ def test_a_file_of_wider_integers_is_refused(tmp_path: Path):
             opened(stored, read)
     for right in ("uint16", "uint32"):
         assert opened(right, right).tokens[:500].tolist() == tokens.tolist()
+    np.array([5, 0] * 32, np.uint16).tofile(tmp_path / "64")
+    with pytest.raises(DataError, match="every second uint16"):
+        opened("64", "uint16")
+    for few in ([5, 0] * 31, [0] * 200, [0, 5] * 100):
+        np.array(few, np.uint16).tofile(tmp_path / "few")
+        assert opened("few", "uint16").tokens[: len(few)].tolist() == few
+
+
+def test_the_order_of_an_epoch_is_that_of_other_versions():
+    """A run goes on from a checkpoint that another version has written: the order is no detail of this one."""
+    assert permuted(np.arange(12), 12, "maingrad 0 0 0").tolist() == [0, 3, 1, 8, 5, 7, 4, 6, 11, 10, 9, 2]
+    assert permuted(np.array([0, 10**6, 10**9]), 10**9 + 7, "key").tolist() == [722160863, 339853264, 235116725]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 17, 256, 1000])
@@ -172,6 +219,7 @@ def test_ranks_and_microbatches_divide_one_order(documents: str):
     for size in (1, 2, 3):
         parts = concatenated([each.batch(5, slice(first, first + size)) for first in range(0, 6, size)])
         assert all(torch.equal(a, b) for a, b in zip(parts, whole, strict=True) if a is not None)
+        assert (parts.positions is None) is (whole.positions is None) is (documents != "mask")
     assert each.counted(5) == int((whole.targets != IGNORED).sum())
     begins = run_of(each, 20, 6).inputs[:, 0]
     assert int((begins >= 200).sum()) == 30
@@ -187,6 +235,50 @@ def test_masked_rows_show_documents():
     inputs, targets, positions = SequenceSet(ended, 6, "mask").row_at(0)
     assert targets.tolist() == [6, 1, IGNORED, 1, IGNORED, 9]
     assert positions.tolist() == [0, 1, 2, 0, 1, 0]
+
+
+@pytest.mark.parametrize("scan", [1, 2, 3, 5, 100])
+def test_ends_of_documents_are_found_in_every_piece(monkeypatch: pytest.MonkeyPatch, scan: int):
+    """Tokens are searched piece by piece; and documents that a file knows count besides."""
+    monkeypatch.setattr(sequences, "_SCAN", scan)
+    tokens = Tokens([np.array([5, 1, 1, 7, 8, 1, 9, 6, 1, 4, 1], np.uint16)])
+    assert Body(tokens, None, 1).document_starts().tolist() == [0, 2, 3, 6, 9]
+    assert Body(tokens, np.array([0, 4]), 1).document_starts().tolist() == [0, 2, 3, 4, 6, 9]
+
+
+def test_rows_that_are_joined_show_no_documents():
+    assert [len(SequenceSet(body(), length, "join")) for length in (6, 9, 27, 54, 55)] == [9, 6, 2, 1, 0]
+    row = SequenceSet(body(), 12, "join").row(2)
+    assert (row.inputs.tolist(), row.targets.tolist()) == (TOKENS[24:36], TOKENS[25:37])
+    assert row.positions.tolist() == list(range(12))
+
+
+def test_a_part_begins_with_a_document_and_has_those_inside_it():
+    assert [body().part(*span).document_starts().tolist() for span in ((0, 7), (3, 21), (7, 8), (8, 55))] == [
+        *([0], [0, 4, 5], [0], [0, 13, 17]),
+    ]
+    assert body().part(0, 7).starts is not None and body().part(0, 7).starts.tolist() == [0]
+
+
+def test_a_path_without_a_sequence_is_named():
+    short = Body(Tokens([np.arange(4, dtype=np.uint16)]), np.zeros(1, np.int64))
+    with pytest.raises(DataError, match=r"path 2 of data\.paths has no sequence: 4 training tokens"):
+        sampler([body(), short], (1.0, 1.0))
+    assert sampler([body(), short], (1.0, 1.0), sequence_length=3).batch(0, slice(0, 6)).inputs.shape == (6, 3)
+
+
+def test_documents_of_several_files_lie_one_after_the_other(tmp_path: Path):
+    for name, documents in (("a", DOCUMENTS[:2]), ("b", DOCUMENTS[2:]), ("c", [[1, 2, 3, 4, 5]])):
+        write_indexed(tmp_path / name, documents, dtype="uint16")
+    paths = {"paths": (str(tmp_path / "a"), str(tmp_path / "b")), "validation_paths": (str(tmp_path / "c"),)}
+    (found,) = load_corpus(DataConfig(source="megatron", **paths), sequence_length=4).bodies  # type: ignore[arg-type]
+    assert found.document_starts().tolist() == [0, 7, 8, 21, 25]
+    (tmp_path / "text").write_bytes(bytes(20))
+    for source, begins in (("text", [0, 20, 40]), ("tokens", [0, 10, 20])):
+        settings = {"source": source, "end_of_document": 9, "paths": (str(tmp_path / "text"),) * 3}
+        config = DataConfig(**settings)  # type: ignore[arg-type]
+        bodies = [open_body(config, path) for path in config.paths]
+        assert joined(bodies).document_starts().tolist() == begins, "each file begins with one"
 
 
 def test_no_document_begins_behind_the_last_token():
@@ -269,6 +361,9 @@ def test_padding_and_truncation_of_a_tokenizer_do_not_change_documents(tmp_path:
     text.write_text("def f(x):\n    return x * 2\n" * 20)
     plain = tokenizers.Tokenizer.from_file(str(path))
     ids = plain.encode(text.read_text()).ids
+    begin = tokenizers.processors.TemplateProcessing(single="[X] $A", special_tokens=[("[X]", 1)])
+    plain.post_processor = begin
+    assert plain.encode("a").ids[0] == 1, "of a model's inputs"
     plain.enable_truncation(4)
     plain.enable_padding(length=10**9)  # 4 GB of ids for each document
     plain.save(str(path))
@@ -302,6 +397,41 @@ def test_the_command_tokenize_writes_documents(tmp_path: Path, capsys: pytest.Ca
     (tmp_path / "b.jsonl").write_text('{"txt": "one"}\n')
     assert main(["tokenize", str(tmp_path / "set"), *files]) == 2
     assert "b.jsonl' line 1 has no string under 'text'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt", None, r"data file '.*a\.txt' cannot be read \(No such file"),
+        ("a.txt", b"caf\xe9", r"data file '.*a\.txt' is not UTF-8 "),
+        ("a.txt", b"", r"no text in .*a\.txt"),
+        ("a.jsonl", b'{"text": ""}\n\n', r"no text in .*a\.jsonl"),
+        ("a.jsonl", b'{"text": "x"}\n\n{"text"\n', r"'.*a\.jsonl' line 3 is not JSON"),
+        ("a.jsonl", b'"text"\n', r"a\.jsonl' line 1 has no string under 'text'"),
+    ],
+)
+def test_what_is_no_text_is_named(tmp_path: Path, name: str, content: bytes | None, message: str):
+    """And no file appears, or is another one than before."""
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        tokenize_files(tmp_path / "set", [tmp_path / name], None, 0, "text")
+    assert not list(tmp_path.glob("*set*"))
+
+
+@pytest.mark.parametrize(
+    ("end", "dtype"), [(None, "uint8"), (255, "uint8"), (256, "uint16"), (2**16 - 1, "uint16"), (2**16, "uint32")]
+)
+def test_tokens_are_as_wide_as_the_largest_id_needs(tmp_path: Path, end: int | None, dtype: str):
+    (tmp_path / "a.jsonl").write_text('{"text": "\u00e9"}\n\n{"text": ""}\n{"other": 1, "text": "b"}\n')
+    written = tokenize_files(tmp_path / "set", [tmp_path / "a.jsonl"], None, end, "text")
+    tokens, starts = read_indexed(tmp_path / "set")
+    ended = [] if end is None else [end]
+    assert tokens[:].tolist() == [0xC3, 0xA9, *ended, ord("b"), *ended], "none behind a document without a token"
+    assert (tokens.dtype, starts.tolist()) == (np.dtype(dtype), [0, 2 + len(ended)])
+    assert (written.documents, written.tokens) == (2, 3 + 2 * len(ended))
+    tokenize_files(tmp_path / "whole", [tmp_path / "a.jsonl"], None, None, key=None)
+    assert bytes(read_indexed(tmp_path / "whole").tokens[:].tolist()) == (tmp_path / "a.jsonl").read_bytes()
 
 
 def test_rows_of_a_dataset_on_disk(tmp_path: Path):
@@ -355,7 +485,7 @@ class Dataset:
 def test_a_dataset_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in for ``datasets``: rows in several chunks, one of which is empty, and all that is refused."""
     folders: dict[str, Any] = {
-        "whole": Dataset(DOCUMENTS[:2], [], [*DOCUMENTS[2:4], []], DOCUMENTS[4:]),
+        "whole": Dataset(DOCUMENTS[:2], [], [*DOCUMENTS[2:4], []], [*DOCUMENTS[4:], []]),
         "split": {"train": Dataset(DOCUMENTS)},
         "empty": Dataset([]),
     }

@@ -80,6 +80,27 @@ def test_a_rank_has_its_part_of_the_weights():
     }
 
 
+def test_cut_weights_delay_their_gradients_as_whole_ones_do():
+    model = build(delay_wgrad_layers=1)
+    cut_gpt(model, 1, 2, None)
+    marked = {name for name, param in model.named_parameters() if getattr(param, "skip_backward_post_hook", False)}
+    parts = ("attention.qkv", "attention.out", "ffn.gate_up", "ffn.down")
+    assert marked == {"head.weight", *(f"blocks.1.{part}.weight" for part in parts)}
+
+
+def test_a_parameter_is_whole_again_among_some_of_the_ranks():
+    whole = build()
+
+    def job() -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        model = build()
+        cut_gpt(model, mesh.get_local_rank("tp"), 2, mesh["tp"].get_group())
+        for (name, param), (_, held) in zip(whole.named_parameters(), model.named_parameters(), strict=True):
+            torch.testing.assert_close(whole_of(held, model_slice_of(held)), param, rtol=0.0, atol=0.0, msg=name)
+
+    simulate(job, 4)
+
+
 def test_dropout_is_equal_on_what_every_rank_has_and_differs_between_heads():
     def job() -> tuple[Tensor, Tensor]:
         model = build(dropout=0.5)

@@ -40,6 +40,34 @@ def test_shapes_and_loss():
     assert model(x, y).item() == pytest.approx(math.log(256), abs=0.1), "an untrained model knows nothing"
 
 
+def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+    return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight
+
+
+@pytest.mark.parametrize("init_std", [1e-3, 0.3])
+@torch.no_grad()
+def test_the_whole_model_against_its_parts(init_std: float):
+    """Weights so small that the norms' epsilon counts, and so large that every branch does."""
+    model = build_model(config(init_std=init_std), seed=0)
+    for norm in (model.norm, *(n for block in model.blocks for n in (block.attention_norm, block.ffn_norm))):
+        norm.weight.uniform_(0.5, 1.5)
+    inputs = tokens(3, 10)
+    x = model.embedding.weight[inputs]
+    for block in model.blocks:
+        normed = rms_norm(x, block.attention_norm.weight)
+        x = x + block.attention(normed, model.rotary_cos[:10], model.rotary_sin[:10])
+        gate, up = (rms_norm(x, block.ffn_norm.weight) @ block.ffn.gate_up.weight.T).split([48, 48], dim=-1)
+        x = x + (gate * gate.sigmoid() * up) @ block.ffn.down.weight.T
+    logits = rms_norm(x, model.norm.weight) @ model.head.weight.T
+    torch.testing.assert_close(model(inputs), logits, rtol=1e-4, atol=1e-4 * float(logits.std()))
+
+
+def test_a_checkpoint_has_the_parameters_alone():
+    model = build_model(config(), seed=0)
+    assert set(model.state_dict()) == {name for name, _ in model.named_parameters()}
+    assert not any(tensor.isnan().any() for tensor in model.buffers())
+
+
 def test_too_long_a_sequence():
     with pytest.raises(ValueError, match=r"17 tokens is longer than model\.context_length = 16"):
         build_model(config(), seed=0)(tokens(1, 17))

@@ -5,15 +5,18 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tiny_run import tiny_document
 from torch import nn
 
+from maingrad.ddp import save_checkpoint
 from maingrad.launch import simulate
 from maingrad.launch.config.file import structure
 from maingrad.launch.config.model import ModelConfig
-from maingrad.launch.config.run import Config
+from maingrad.launch.config.run import Config, ConfigError
+from maingrad.launch.model.exporting import export
 from maingrad.launch.model.hugging_face import HuggingFaceModel, build_language_model
-from maingrad.launch.training.loading import load_model
+from maingrad.launch.training.loading import check_model, load_model
 from maingrad.launch.training.runtime import current_runtime
 from maingrad.launch.training.train import train
 
@@ -80,6 +83,30 @@ def test_new_values_follow_from_the_seed(tmp_path: Path, name: str):
     assert not all(torch.equal(models[0][key], tensor) for key, tensor in models[2].items())
 
 
+def test_a_folder_out_of_a_checkpoint(tmp_path: Path):
+    """In the dtype that is asked for; into an empty folder, and over nothing that is there."""
+    source, target = tmp_path / "source", tmp_path / "target"
+    config_of("llama").save_pretrained(source)
+    model = build_language_model(ModelConfig(hugging_face=str(source), pretrained=False), seed=0)
+    extra = {"config": {"model": {"hugging_face": str(source), "trust_remote_code": True}}}
+    save_checkpoint(tmp_path / "c", model, extra=extra)
+    target.mkdir()
+    export(tmp_path / "c", target, dtype=torch.bfloat16)
+    stored = load_file(target / "model.safetensors")
+    assert {name: tensor.dtype for name, tensor in stored.items()} == {
+        name.removeprefix("model."): torch.bfloat16 for name, _ in model.named_parameters()
+    }
+    (tmp_path / "file").write_text("mine")
+    for there in (target, tmp_path / "file"):
+        with pytest.raises(ValueError, match="is there already; name a folder that is empty or new"):
+            export(tmp_path / "c", there)
+    assert (tmp_path / "file").read_text() == "mine"
+    (source / "config.json").unlink()
+    with pytest.raises(ValueError, match=r"the model\.hugging_face of .*, has no config\.json \(any more\)"):
+        export(tmp_path / "c", tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
 def run_config(folder: Path, source: Path, parallel: str, out: str, **model: Any) -> Config:
     sections: dict[str, Any] = {"ddp": {}} if parallel != "fsdp" else {}
     train_section = {"steps": 3, "out_dir": str(folder / out)}
@@ -102,6 +129,19 @@ def test_ranks_and_ways_begin_with_the_same_model(tmp_path: Path, name: str):
             losses.append(simulate(train, ranks, config)[0].losses)
         for others in losses[1:]:
             assert others == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_a_run_does_not_write_over_the_model_that_it_begins_with(tmp_path: Path):
+    source = tmp_path / "run" / "hugging_face"
+    config_of("llama").save_pretrained(source)
+    (tmp_path / "link").symlink_to(source)
+    for name in (source, tmp_path / "link"):
+        config = run_config(tmp_path, name, "ddp", "run", pretrained=False)
+        model = build_language_model(config.model, seed=0, device=torch.device("meta"))
+        with pytest.raises(ConfigError, match=r"model\.hugging_face = .*would be overwritten by the trained model"):
+            check_model(config, model)
+        check_model(run_config(tmp_path, name, "ddp", "run", pretrained=False, save_hugging_face=False), model)
+        check_model(run_config(tmp_path, name, "ddp", "other", pretrained=False), model)
 
 
 def test_documents_are_checked_once_the_model_has_values(tmp_path: Path):

@@ -11,7 +11,7 @@ from tiny_run import tiny_config
 
 from maingrad.ddp import Muon
 from maingrad.launch import simulate
-from maingrad.launch.config.run import Config, ConfigError, OptimizerConfig
+from maingrad.launch.config.run import Config, ConfigError, ModelConfig, OptimizerConfig
 from maingrad.launch.data.batches import load_corpus
 from maingrad.launch.data.sequences import Sampler
 from maingrad.launch.model.gpt import build_model
@@ -164,6 +164,7 @@ def test_a_schedule_ends_with_the_time(schedule: str, tmp_path: Path):
     [
         ({"name": "torch.optim.Muon"}, "optimizer.name = 'torch.optim.Muon': does not update each element by itself"),
         ({"name": "torch.optim.LBFGS"}, "optimizer.name = 'torch.optim.LBFGS': does not update each element"),
+        ({"name": "NAdam"}, 'must be "adamw", "muon", "sgd", "lion" or an optimizer of torch by its full name'),
         ({"name": "lamb"}, 'must be "adamw", "muon", "sgd", "lion" or an optimizer of torch by its full name'),
         ({"name": "torch.optim.lr_scheduler"}, 'must be "adamw", "muon", "sgd"'),
         ({"name": "sgd", "betas": (0.5, 0.9)}, 'optimizer.betas = (0.5, 0.9): is not read by name = "sgd"'),
@@ -181,6 +182,40 @@ def test_a_schedule_ends_with_the_time(schedule: str, tmp_path: Path):
 def test_what_cannot_be_an_optimizer_is_refused(given: dict[str, Any], message: str):
     with pytest.raises(ConfigError, match=re.escape(message)):
         OptimizerConfig(**given)
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ({}, {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}),
+        ({"name": "sgd", "momentum": 0.5}, {"momentum": 0.5, "weight_decay": 0.1}),
+        ({"name": "lion", "betas": (0.5, 0.9)}, {"betas": (0.5, 0.9), "weight_decay": 0.1}),
+        (
+            {"name": "torch.optim.NAdam", "options": {"beta2": 0.5, "momentum_decay": 0.01}},
+            {"weight_decay": 0.1, "betas": (0.9, 0.5), "momentum_decay": 0.01},
+        ),
+        ({"name": "torch.optim.NAdam"}, {"weight_decay": 0.1}),
+        ({"name": "torch.optim.Rprop", "weight_decay": 0.0, "options": {"foreach": False}}, {"foreach": False}),
+        ({"name": "muon", "options": {"momentum": 0.5}}, {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}),
+    ],
+)
+def test_arguments_of_the_class_are_what_it_takes(given: dict[str, Any], wanted: dict[str, Any]):
+    config = OptimizerConfig(**given)
+    assert config.class_options == wanted
+    if config.has_muon:
+        assert config.muon_options == {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.5}
+
+
+def test_a_pattern_of_muon_that_matches_nothing_is_named():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 12))
+    config = OptimizerConfig(name="muon", muon_split={"*qkv*": (4, 4, 4)})
+    with pytest.raises(ConfigError, match=r"optimizer\.muon_split: .*qkv"):
+        config.muon_of(model)
+    (group,) = OptimizerConfig(name="muon", muon_split={"0.*": (4, 4, 4)}).muon_of(model).groups
+    assert group["split"] == (4, 4, 4)
+    sizes = ModelConfig(dim=32, num_heads=4, num_kv_heads=2, ffn_dim=64, num_layers=1)
+    gpt = build_model(sizes, seed=0, device=torch.device("meta"))
+    assert (32, 16, 16) in [group["split"] for group in OptimizerConfig(name="muon").muon_of(gpt).groups]
 
 
 def test_a_record_has_the_rate_that_is_set_beside_muons(tmp_path: Path):

@@ -124,6 +124,9 @@ def test_an_interrupted_run_goes_on_by_itself(tmp_path: Path):
     assert steps_of(tmp_path, "run") == [1, 2, 3, 4, 5, 6]
     kinds = [record["kind"] for record in read_metrics(tmp_path / "run" / "metrics.jsonl")]
     assert kinds.count("final") == 1
+    records = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    times = [record["elapsed"] for record in records if record["kind"] == "step"]
+    assert times == sorted(times), "the time of the whole run"
     assert "interrupted" not in kinds
     display = StopsAt(0, StopRequest())
     assert train(config, display=display).losses == (), "nothing is left to do"

@@ -6,6 +6,7 @@ import json
 import math
 import re
 import time
+import types
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,18 @@ from tiny_run import tiny_config
 
 from maingrad.launch import simulate
 from maingrad.launch.config.file import load_config, structure
-from maingrad.launch.config.run import Config, ConfigError, OptimizerConfig
-from maingrad.launch.data.batches import DataError
+from maingrad.launch.config.run import Config, ConfigError, FsdpConfig, MeshConfig, ModelConfig, OptimizerConfig
+from maingrad.launch.data.batches import DataError, load_corpus
 from maingrad.launch.data.indexed import write_indexed
-from maingrad.launch.training.metrics import read_metrics
-from maingrad.launch.training.pace import lr_factor
+from maingrad.launch.model.gpt import GPT
+from maingrad.launch.training.loading import validation_batch
+from maingrad.launch.training.metrics import MetricsWriter, read_metrics
+from maingrad.launch.training.pace import Pace, lr_factor
 from maingrad.launch.training.runtime import Runtime, process_group_from_env, versions
 from maingrad.launch.training.signals import StopRequest
 from maingrad.launch.training.train import TrainResult, train
+from maingrad.launch.training.units import units_of
+from maingrad.launch.training.watching.progress import Status, format_duration, format_rate
 
 STDLIB = Path(__file__).resolve().parents[3] / "launch" / "configs" / "stdlib.toml"
 
@@ -104,6 +109,89 @@ def test_step_records_and_resolved_config(tmp_path: Path):
     (final,) = records(config, "final")
     assert "bigram_loss" not in final, "the yardstick of the demonstration alone"
     assert final["validation_loss"] == result.validation_loss
+
+
+class Clock:
+    """Time that passes by milliseconds when it is asked for, and by 100 seconds with each line on the screen."""
+
+    def __init__(self) -> None:
+        self.now, self.shown = 1000.0, list[Status]()
+
+    def monotonic(self) -> float:
+        self.now += 0.001
+        return self.now
+
+    def message(self, text: str) -> None:
+        self.now += 100.0
+
+    def update(self, status: Status) -> None:
+        self.shown.append(status)
+
+
+def test_a_rate_is_that_of_steps_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Validations and saves, which end with a line, are in no step's time, and are in that of the run."""
+    clock = Clock()
+    monkeypatch.setattr("maingrad.launch.training.train.time", clock)
+    settings = {"steps": 8, "eval_every": 2, "save_every": 4, "log_every": 2}
+    train(tiny_config(tmp_path, train=settings, checkpoint={"background": False}), display=clock)  # type: ignore[arg-type]
+    config = tiny_config(tmp_path)
+    steps = records(config, "step")
+    assert all(0 < record["seconds_per_step"] < 0.1 for record in steps)
+    assert all(record["tokens_per_second"] == pytest.approx(24 * 24 / record["seconds_per_step"]) for record in steps)
+    assert [round(record["elapsed"], -2) for record in steps] == [0, 100, 300, 400], "without what comes before"
+    assert [record["step"] for record in records(config, "checkpoint")] == [4, 8]
+    assert all(record["seconds"] >= 0 for kind in ("checkpoint", "validation") for record in records(config, kind))
+    assert round(records(config, "final")[0]["seconds"], -2) == 600
+    assert [(each.step, each.steps, each.fraction) for each in clock.shown] == [(n, 8, n / 8) for n in (2, 4, 6, 8)]
+    for shown, record in zip(clock.shown, steps, strict=True):
+        names = ("loss", "lr", "tokens_per_second", "elapsed")
+        assert [getattr(shown, name) for name in names] == [record[name] for name in names]
+
+
+def test_what_a_person_sees():
+    shown = Status(5, 20, 0.25, 20.0, 2.34567, 1e-3, 31234.5)
+    assert str(shown) == "step     5/20  loss 2.3457  lr 1.00e-03  31.2k tokens/s  ETA 1:00"
+    assert shown._replace(fraction=0.0).eta == math.inf and "ETA -" in str(shown._replace(fraction=0.0))
+    durations = {0.4: "0:00", 59.6: "1:00", 75.2: "1:15", 3600: "1:00:00", 4000: "1:06:40", math.inf: "-"}
+    assert {seconds: format_duration(seconds) for seconds in durations} == durations
+    rates = {0: "0", 999: "999", 1000: "1.0k", 31234.5: "31.2k", 1e6: "1.0M", 2.5e9: "2.5G"}
+    assert {rate: format_rate(rate) for rate in rates} == rates
+
+
+def test_a_run_is_as_far_as_its_steps_or_its_time():
+    assert [Pace(10, None, step, 1e9).fraction for step in (0, 5, 10, 11)] == [0.0, 0.5, 1.0, 1.0]
+    assert [Pace(10, 100.0, 5, seconds).fraction for seconds in (20.0, 80.0, 1e9)] == [0.5, 0.8, 1.0]
+
+
+def test_records_are_json_and_lines(tmp_path: Path):
+    """NaN and infinity are null; trackers get them as they are; a rank without a file writes nothing."""
+    added: list[Any] = []
+    tracker: Any = types.SimpleNamespace(add=lambda *record: added.append(record), close=lambda: added.append("closed"))
+    MetricsWriter(None).write("step", step=1)
+    writer = MetricsWriter(tmp_path / "new" / "metrics.jsonl")
+    writer.trackers = [tracker]
+    writer.write("step", step=1, loss=math.nan, lr=-math.inf, of=[math.inf, 1.0])
+    assert read_metrics(tmp_path / "new" / "metrics.jsonl") == [
+        {"kind": "step", "step": 1, "loss": None, "lr": None, "of": [None, 1.0]}
+    ]
+    writer.close()
+    (kind, fields), closed = added
+    assert (kind, fields["step"], math.isnan(fields["loss"]), closed) == ("step", 1, True, "closed")
+    path = tmp_path / "new" / "metrics.jsonl"
+    path.write_text(path.read_text() + '{"kind": "step"}\n{"kind": "st')
+    assert [record["kind"] for record in read_metrics(path)] == ["step", "step"], "the last line is cut off"
+    for line in ("[]", '{"step": 1}', '{"kind": 3}'):
+        path.write_text(f'{{"kind": "step"}}\n{line}\n')
+        with pytest.raises(ValueError, match=r"line 2: no record \(it has no kind\)"):
+            read_metrics(path)
+    later = MetricsWriter(path)
+    path.write_text('{"kind": "step", "step": 3}\n{"kind": "note"}\n{"kind": "step", "step": 5}\n{"kind": "final"}\n')
+    later.resumed_at = 3
+    later.write("step", step=4)
+    later.close()
+    assert [(record["kind"], record.get("step")) for record in read_metrics(path)] == [
+        *(("step", 3), ("note", None), ("step", 4)),
+    ]
 
 
 def test_learning_rate_is_the_schedule(tmp_path: Path):
@@ -380,6 +468,52 @@ def test_cuda_without_a_gpu_is_refused(tmp_path: Path):
         pytest.skip("this machine has a GPU")
     with pytest.raises(ValueError, match=r'train\.device = "cuda": torch sees no CUDA device'):
         train(tiny_config(tmp_path, train={"device": "cuda"}))
+
+
+def test_which_part_of_a_batch_a_rank_has():
+    """tp changes fastest, then cp, then dp."""
+    mesh = MeshConfig(tp=2, cp=3)
+    ranks = [Runtime(rank, 12, torch.device("cpu"), mesh) for rank in range(12)]
+    assert [each.loss_rank for each in ranks] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
+    assert [each.data_rank for each in ranks] == [0] * 6 + [1] * 6
+    assert (ranks[0].loss_ranks, ranks[0].data_ranks) == (6, 2)
+    assert [each.is_main for each in ranks] == [True] + [False] * 11
+
+
+@pytest.mark.parametrize(("weights", "rows"), [((3.0, 1.0), [6, 2]), ((1e6, 1.0), [8, 1]), ((), [8])])
+def test_each_path_has_its_share_of_a_validation(tmp_path: Path, weights: tuple[float, ...], rows: list[int]):
+    paths = [tmp_path / "low", tmp_path / "high"]
+    for number, path in enumerate(paths):
+        path.write_bytes(bytes([100 * number + place % 100 for place in range(4000)]))
+    data = {"paths": [str(path) for path in paths], "weights": weights, "order": "epochs"}
+    config = tiny_config(tmp_path, data=data)
+    found = validation_batch(config, load_corpus(config.data, sequence_length=24))
+    of_each = [int((found.inputs[:, 0] < 100).sum()), int((found.inputs[:, 0] >= 100).sum())]
+    assert [number for number in of_each if number] == rows
+
+
+def test_a_router_of_another_dtype_is_a_unit_of_its_own():
+    experts = {"num_experts": 2, "top_k": 1, "expert_ffn_dim": 8, "moe_layer_freq": 2}
+    for router_dtype, wanted in (
+        ("float32", ["blocks.0.ffn.router", "blocks.0", "blocks.1", ""]),
+        ("bfloat16", ["blocks.0", "blocks.1", ""]),
+    ):
+        model = ModelConfig(
+            num_layers=2,
+            param_dtype="bfloat16",
+            router_dtype=router_dtype,
+            **experts,  # type: ignore[arg-type]
+        )
+        gpt = GPT(model, torch.device("meta"))
+        found = list(units_of(gpt, model, FsdpConfig(grad_dtype="bfloat16", reduce_dtype="float16")))
+        names = {id(module): name for name, module in gpt.named_modules()}
+        assert [names[id(module)] for module, _ in found] == wanted
+        for module, policy in found:
+            kind = getattr(torch, router_dtype) if names[id(module)].endswith("router") else torch.bfloat16
+            assert (policy.param_dtype, policy.grad_dtype, policy.reduce_dtype) == (
+                *(kind, torch.bfloat16, torch.float16),
+            )
+            assert not policy.cast_forward_inputs
 
 
 def test_all_reduce_sum_without_a_group_is_the_identity():

@@ -1,0 +1,207 @@
+"""What ``parallelize`` hands on: to units and to the whole model, to ``compile``, and to the inputs of a forward."""
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+import maingrad
+from maingrad.ddp import DistributedDataParallelConfig
+from maingrad.ddp.torch_grads.muon_groups import MuonGroups
+from maingrad.launch.parallelizing import parallelize as module_of_parallelize
+from maingrad.launch.parallelizing.blocks import default_units
+from maingrad.launch.parallelizing.exchanges import draws_apart, enter, leave, ulysses
+from maingrad.launch.parallelizing.muon import with_whole_matrices
+
+ALONE = maingrad.WORLD_OF_ONE
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(x)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x * self.scale)
+        return x
+
+
+def names(model: nn.Module, modules: Any) -> list[str]:
+    by_id = {id(module): name for name, module in model.named_modules()}
+    return [by_id[id(module)] for module in modules]
+
+
+# ---- Blocks. ----
+
+
+def test_a_block_that_stands_twice_in_a_list_is_one_unit():
+    net = Net()
+    net.blocks.append(net.blocks[0])
+    assert names(net, default_units(net)) == ["blocks.0", "blocks.1"]
+
+
+def test_members_without_a_forward_or_parameters_are_no_units():
+    net = Net()
+    net.inner = nn.ModuleList([nn.ModuleList([Block()]), nn.Tanh(), Block()])
+    net.empty, net.named = nn.ModuleDict(), nn.ModuleDict({"a": Block(), "1": Block()})
+    assert names(net, default_units(net)) == ["blocks.0", "blocks.1", "inner.2"]
+
+
+def test_an_empty_list_hides_no_sequence():
+    model = nn.Sequential(Block(), Block())
+    model.register_module("none", nn.ModuleDict())
+    assert names(model, default_units(model)) == ["0", "1"]
+
+
+def test_lists_inside_of_blocks_are_no_lists_of_blocks():
+    net = Net()
+    for block in net.blocks:
+        block.experts = nn.ModuleList([Block(), Block()])
+    net.steps = nn.Sequential(Block())
+    assert names(net, default_units(net)) == ["blocks.0", "blocks.1"]
+
+
+@pytest.mark.parametrize("how", [True, {"backend": "eager", "fullgraph": True}])
+def test_units_are_compiled_as_is_said(how: Any, monkeypatch: pytest.MonkeyPatch):
+    compiled: list[Any] = []
+    monkeypatch.setattr(nn.Module, "compile", lambda module, **options: compiled.append((module, options)))
+    net = Net()
+    maingrad.parallelize(net, "ddp", mesh=ALONE, compile=how)
+    assert compiled == [(block, {} if how is True else how) for block in net.blocks]
+    with pytest.raises(ValueError, match=r"Block has no repeated blocks .* nothing to recompute or compile"):
+        maingrad.parallelize(Block(), "ddp", mesh=ALONE, compile=how)
+
+
+# ---- Options of units and of the whole model. ----
+
+
+def test_units_and_the_whole_model_get_what_is_theirs(monkeypatch: pytest.MonkeyPatch):
+    """The outermost unit stays gathered; gathers by copy engines are an option of the whole model."""
+    given: list[tuple[nn.Module, dict[str, Any]]] = []
+    shard = module_of_parallelize.fully_shard
+
+    def watched(module: nn.Module, mesh: Any, placements: Any, **options: Any) -> Any:
+        given.append((module, {**options, "placements": placements}))
+        return shard(module, mesh, placements, **{k: v for k, v in options.items() if k != "copy_engine_gather"})
+
+    monkeypatch.setattr(module_of_parallelize, "fully_shard", watched)
+    net = Net()
+    options = {"reshard_after_forward": False, "copy_engine_gather": True, "bucket_size": 10}
+    ignored = [net.scale]
+    maingrad.parallelize(net, "zero2", mesh=ALONE, ignored_params=iter(ignored), **options)
+    assert names(net, (module for module, _ in given)) == ["blocks.0", "blocks.1", ""]
+    for module, found in given:
+        assert found["ignored_params"] == ignored and found["placements"] == "zero2" and found["bucket_size"] == 10
+        assert ("reshard_after_forward" in found) is (module is not net)
+        assert ("copy_engine_gather" in found) is (module is net)
+
+
+@pytest.mark.parametrize("form", ["ddp", "zero1"])
+def test_reductions_overlap_unless_they_are_told_not_to(form: str):
+    config = maingrad.parallelize(Net(), form, mesh=ALONE).ddp_config
+    assert (config.overlap_grad_reduce, config.overlap_param_gather) == (True, form == "zero1")
+    config = maingrad.parallelize(Net(), form, mesh=ALONE, overlap_grad_reduce=False, bucket_size=7).ddp_config
+    assert (config.overlap_grad_reduce, config.bucket_size) == (False, 7)
+    own = DistributedDataParallelConfig(use_distributed_optimizer=form == "zero1", bucket_size=9)
+    assert maingrad.parallelize(Net(), form, mesh=ALONE, config=own).ddp_config.bucket_size == 9
+
+
+def test_floating_point_inputs_are_cast_by_name_and_place_and_others_are_not():
+    seen: list[torch.dtype] = []
+
+    class Takes(Net):
+        def forward(self, x: Tensor, index: Tensor, *, more: Tensor, inside: list[Tensor]) -> Tensor:
+            seen.extend(each.dtype for each in (x, index, more, inside[0]))
+            return super().forward(x)
+
+    model = maingrad.parallelize(Takes(), "ddp", mesh=ALONE, param_dtype=torch.bfloat16)
+    model(torch.rand(2, 4), torch.arange(2), more=torch.rand(2), inside=[torch.rand(1, dtype=torch.float64)])
+    assert seen == [torch.bfloat16, torch.int64, torch.bfloat16, torch.bfloat16]
+    assert all(param.dtype is torch.bfloat16 for param in model.parameters())
+
+
+def test_a_fused_loss_needs_a_head_that_is_fused():
+    with pytest.raises(ValueError, match="fused_loss needs fuse=True"):
+        maingrad.parallelize(Net(), "ddp", mesh=ALONE, fused_loss=True, fuse=False)
+    with pytest.raises(ValueError, match="fused_loss has no effect: Net has no language model of Hugging Face"):
+        maingrad.parallelize(Net(), "ddp", mesh=ALONE, fused_loss="recompute")
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    tokens = torch.arange(12).view(2, 6)
+    losses = []
+    for fused_loss in (False, True):
+        torch.manual_seed(0)
+        net = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=32, use_cache=False, **sizes)).train()
+        model = maingrad.parallelize(net, "ddp", mesh=ALONE, fused_loss=fused_loss)
+        outputs = model(input_ids=tokens, labels=tokens)
+        assert (type(outputs.logits) is not Tensor) is fused_loss, "the logits are computed if they are read"
+        losses.append(float(outputs.loss.detach()))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_matrices_of_muon_are_whole_beside_those_that_are_named():
+    muon = MuonGroups([{"params": ["a.weight"]}], {})
+    sharded = DistributedDataParallelConfig(use_distributed_optimizer=True, keep_matrices_whole=("b.*",))
+    assert set(with_whole_matrices(sharded, muon).keep_matrices_whole) == {"a.weight", "b.*"}
+    for config in (
+        DistributedDataParallelConfig(),
+        DistributedDataParallelConfig(use_distributed_optimizer=True, keep_params_whole=True),
+    ):
+        assert with_whole_matrices(config, muon) is config
+
+
+# ---- The optimizer, graphs, and a rank alone. ----
+
+
+def test_what_is_no_option_over_shards_is_refused():
+    model = maingrad.parallelize(Net(), "zero3", mesh=ALONE)
+    with pytest.raises(TypeError, match=r"skip_nonfinite=\.\.\.\) is for models under DistributedDataParallel"):
+        maingrad.make_optimizer(model, skip_nonfinite=True)
+    groups = [{"params": "scale", "optimizer": torch.optim.SGD}]
+    with pytest.raises(ValueError, match=r"are for Adam and AdamW over a sharded model, .* a group has SGD"):
+        maingrad.make_optimizer(model, param_groups=groups, state="compact")
+    with pytest.raises(TypeError, match=r"graphed takes the model that parallelize\(\)"):
+        maingrad.graphed(lambda: None, Net(), maingrad.make_optimizer(model))
+
+
+@pytest.mark.parametrize("form", ["zero1", "zero3"])
+def test_a_step_on_a_cpu_stays_what_it_is(form: str):
+    model = maingrad.parallelize(Net(), form, mesh=ALONE)
+    optimizer = maingrad.make_optimizer(model, torch.optim.SGD, lr=0.1)
+    calls: list[Tensor] = []
+
+    def step(x: Tensor) -> Tensor:
+        calls.append(x)
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    graphed = maingrad.graphed(step, model, optimizer)
+    losses = [graphed(torch.ones(2, 4)).item() for _ in range(5)]
+    assert losses == sorted(losses, reverse=True) and len(set(losses)) == 5
+    assert len(calls) == 5, "no operation is recorded for replays"
+
+
+def test_a_rank_alone_exchanges_and_draws_nothing():
+    x = torch.rand(1, 2, 3, 4)
+    assert enter(x, None) is x and leave(x, None) is x
+    assert ulysses(lambda q, k, v: q + k + v, x, x, x, None).equal(3 * x)
+    before = torch.get_rng_state()
+    with draws_apart(None, torch.device("cpu")):
+        assert torch.equal(torch.get_rng_state(), before)
+        torch.rand(1)
+    assert not torch.equal(torch.get_rng_state(), before), "and what is drawn inside counts"
