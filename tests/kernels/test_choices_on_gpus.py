@@ -7,7 +7,6 @@ import functools
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
