@@ -103,10 +103,10 @@ def test_a_dense_weight_gradient_runs_as_the_table_has_measured(gpu: Gpu) -> Non
         assert name == "grouped_wgrad_triton" and (dy is few) and (x is few) and (offsets, overwrite) == (None, False)
         assert target.shape == (1, 4096, 4096) and config == WgradConfig(128, 128, 64, 8, 3, tma=True, parts=2)
         # cuBLAS is faster for more rows, and where nothing is read.
-        kernels.wgrad_accumulate(many, many, main_grad)
-        assert gpu.only()[0].startswith("aten.addmm.dtype")
-        kernels.wgrad_accumulate(few, few, main_grad, overwrite=True)
-        assert gpu.only()[0].startswith("aten.mm.dtype")
+        for operand, overwrite, product in ((many, False, "aten.addmm.dtype_out"), (few, True, "aten.mm.dtype_out")):
+            kernels.wgrad_accumulate(operand, operand, main_grad, overwrite=overwrite)
+            name, given, how = gpu.only()
+            assert name == product and how["out"] is main_grad and (overwrite or given[0] is main_grad)
 
 
 @pytest.mark.parametrize("other", ["GPU", "dy by columns", "x by columns", "far shape", "without Triton"])
@@ -192,6 +192,16 @@ def test_other_gpus_and_dtypes_take_the_default_of_theirs(gpu: Gpu) -> None:
                 assert gpu.only()[1][-1] == default_wgrad_config(dtype, capability, rows / 2)
 
 
+def test_measurements_of_half_precision_are_not_those_of_fp32(gpu: Gpu) -> None:
+    gpu.note(products, "grouped_gemm_triton")
+    offsets, weights = on_gpu(9, dtype=torch.int64), on_gpu(8, 4096, 2048)
+    configs = []
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        kernels.grouped_linear(on_gpu(8192, 2048, dtype=dtype), weights.to(dtype), offsets)
+        configs.append(gpu.only()[1][-1])
+    assert configs[0] == configs[1] != configs[2] == default_gemm_config(torch.float32, (9, 0), 1024)
+
+
 def test_kernels_get_operands_that_they_can_address(gpu: Gpu) -> None:
     """Adjacent columns, weights and biases of one stride; accumulators of unlike layouts by launches of their own."""
     gpu.note(products, "grouped_gemm_triton", "grouped_wgrad_triton", "grouped_bias_grad_triton")
@@ -211,7 +221,12 @@ def test_kernels_get_operands_that_they_can_address(gpu: Gpu) -> None:
     assert kernels.grouped_bias_grad(by_columns, offsets, scale=scale, dtype=torch.float32).dtype is torch.float32
     assert kernels.grouped_scale_grad(by_columns, on_gpu(2, 16), offsets).dtype is torch.float32
     assert [name for name, *_ in gpu.ran] == ["grouped_bias_grad_triton", "grouped_scale_grad_triton"]
-    assert gpu.ran[0][2]["scale"] is scale
+    assert gpu.ran.pop(0)[2]["scale"] is scale
+    gpu.ran.clear()
+    gpu.note(products, "grouped_bias_grad_reference", "grouped_scale_grad_reference")
+    kernels.grouped_bias_grad(by_columns.double(), offsets)
+    kernels.grouped_scale_grad(by_columns.double(), on_gpu(2, 16), offsets)
+    assert [name for name, *_ in gpu.ran] == ["grouped_bias_grad_reference", "grouped_scale_grad_reference"]
 
 
 # ---- Rows. ----

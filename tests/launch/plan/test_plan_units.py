@@ -173,6 +173,29 @@ def test_units_of_four_blocks_fill_the_peaks(tmp_path: Path):
     assert plan.peak_grads == outermost.grad_nbytes + 2 * block.grad_nbytes
 
 
+@pytest.mark.parametrize(
+    ("fsdp", "microbatches", "keeps_params", "keeps_grads"),
+    [
+        ({}, 2, False, False),
+        ({"reshard_after_forward": False}, 2, True, False),
+        ({"placements": "zero2"}, 2, True, False),
+        ({"placements": "zero1"}, 1, True, True),
+        ({"reduce_every_microbatch": False}, 2, False, True),
+        ({"reduce_every_microbatch": False}, 1, False, False),
+    ],
+)
+def test_peaks_are_the_whole_model_where_it_is_kept(
+    tmp_path: Path, fsdp: dict[str, Any], microbatches: int, keeps_params: bool, keeps_grads: bool
+):
+    model, train = {"num_layers": 4, "param_dtype": "bfloat16"}, {"num_microbatches": microbatches}
+    plan = plan_run(tiny_config(tmp_path, parallel="fsdp", fsdp=fsdp, model=model, train=train), 2)
+    outermost, *blocks = plan.units
+    block = blocks[0]
+    assert [unit.param_nbytes for unit in blocks] == [block.param_nbytes] * 4
+    assert plan.peak_params == outermost.param_nbytes + (4 if keeps_params else 2) * block.param_nbytes
+    assert plan.peak_grads == outermost.grad_nbytes + (4 if keeps_grads else 2) * block.grad_nbytes
+
+
 HELD = {"reduce_every_microbatch": False}
 EXPERTS = {"num_experts": 4, "top_k": 2, "expert_ffn_dim": 16, "param_dtype": "bfloat16", "num_layers": 4}
 
