@@ -6,6 +6,7 @@ No kernel runs here: functions that launch are replaced by ones that note their 
 import functools
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from maingrad.kernels.grouped import products
 from maingrad.kernels.grouped.gemm_triton import GemmConfig, default_gemm_config
 from maingrad.kernels.grouped.wgrad_config import WgradConfig, default_wgrad_config
 from maingrad.kernels.permutation import embedding, permute
-from maingrad.kernels.quantized import Element, Quantized, QuantSpec, ScaleForm, operands
+from maingrad.kernels.quantized import Element, GroupedQuantized, Quantized, QuantSpec, ScaleForm, operands
 from maingrad.kernels.quantized import products as scaled
 
 WHOLE = QuantSpec(Element.E4M3, None, ScaleForm.FP32)
@@ -68,6 +69,8 @@ class Operators(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if "mm" in str(func):
             self.gpu.ran.append((str(func), args, kwargs or {}))
+        if func is torch.ops.aten._scaled_mm.out:  # it has no fake
+            return (kwargs or {})["out"]
         return func(*args, **(kwargs or {}))
 
 
@@ -350,6 +353,12 @@ def test_matrices_that_the_quantisers_kernel_takes(gpu: Gpu) -> None:
         assert [name for name, *_ in gpu.ran] == ["quantize", "quantize"]
         assert gpu.ran[1][1][0].stride(0) == 1, "the transposed matrix"
         gpu.ran.clear()
+    gpu.be("B200", (10, 0))
+    both(WHOLE, WHOLE)
+    operands.quantize_grouped_both(on_gpu(4, 6), WHOLE, None, on_gpu(3, dtype=torch.int64))
+    assert [name for name, *_ in gpu.ran] == ["quantize_triton", "quantize_grouped"]
+    gpu.ran.clear()
+    gpu.be("H200", (9, 0))
     offsets = on_gpu(3, dtype=torch.int64)
     operands.quantize_grouped_both(on_gpu(4, 6), BLOCK, BLOCK, offsets)
     operands.quantize_grouped_both(on_gpu(4, 6, dtype=torch.float32), BLOCK, BLOCK, offsets)
@@ -386,3 +395,105 @@ def test_cublas_is_given_what_it_takes(gpu: Gpu, spec: QuantSpec, m: int, n: int
         if spec is BLOCK:
             assert left_scale.shape == (left.shape[0], left.shape[1] // 128) and left_scale.stride(0) == 1
             assert right_scale.shape == (left.shape[1] // 128, -(-right.shape[1] // 128)) and right_scale.stride(0) == 1
+
+
+@pytest.mark.parametrize("squares", [False, True])
+def test_copies_of_other_widths_are_padded_for_cublas(gpu: Gpu, squares: bool) -> None:
+    """As the reference leaves them, and rows of a larger matrix: scales of squares come in fours of 128 columns."""
+
+    def unpadded(rows: int, columns: int, spec: QuantSpec) -> Quantized:
+        assert spec.block is not None
+        scale = on_gpu(-(-rows // spec.block[0]), -(-columns // 128), dtype=torch.float32)
+        return Quantized(on_gpu(rows, columns, dtype=torch.float8_e4m3fn), scale, None, spec, columns)
+
+    a, b = unpadded(6, 200, BLOCK), unpadded(20, 200, SQUARE if squares else BLOCK)
+    assert scaled.scaled_product(a, b, torch.bfloat16).shape == (6, 20)
+    name, (left, right, left_scale, right_scale, *_), _ = gpu.only()
+    width = 512 if squares else 256
+    assert "_scaled_mm" in name and left.shape == (8, width) and right.shape == (width, 32)
+    assert left_scale.shape == (8, width // 128) and left_scale.stride() == (1, 8)
+    assert right_scale.shape == (width // 128, 1 if squares else 32)
+    assert right_scale.stride() == ((1, width // 128) if squares else (32, 1))
+
+
+def test_products_that_cublas_takes_whole(gpu: Gpu) -> None:
+    """The bias too, where it has the result's dtype; fp32 biases, and dtypes that cuBLAS lacks, come after it."""
+    gpu.note(scaled, "dequantize", returns=on_gpu(16, 16, dtype=torch.float32))
+    a, b = quantized(16, 32, WHOLE), quantized(16, 32, replace(WHOLE, element=Element.E5M2))
+    half, single, wide = torch.bfloat16, torch.float32, torch.float64
+    for dtype, bias, first, inside in (
+        (half, None, half, False),
+        (half, half, half, True),
+        (half, single, single, False),
+        (half, torch.float16, single, False),
+        (single, single, single, False),
+        (wide, None, single, False),
+    ):
+        given = None if bias is None else on_gpu(16, dtype=bias)
+        assert scaled.scaled_product(a, b, dtype, given).dtype is dtype
+        name, arguments, how = gpu.only()
+        dtypes = {each for each in (*arguments, *how.values()) if isinstance(each, torch.dtype)}
+        assert dtypes == {first}
+        assert "_scaled_mm" in name and ((arguments[4] if len(arguments) > 4 else None) is not None) is inside
+            first
+        }
+    squares, blocks = quantized(16, 32, SQUARE), quantized(16, 32, BLOCK)
+    emulated = quantized(16, 32, replace(WHOLE, emulated=True))
+    for one, other in ((squares, squares), (a, blocks), (a, emulated), (emulated, a)):
+        scaled.scaled_product(one, other, half)
+        assert [name for name, *_ in gpu.ran[:2]] == ["dequantize", "dequantize"]
+        gpu.ran.clear()
+    gpu.be("NVIDIA A100", (8, 0))
+    scaled.scaled_product(a, b, half)
+    assert gpu.ran[0][0] == "dequantize"
+
+
+def test_first_weight_gradients_are_written_straight_into_accumulators(gpu: Gpu) -> None:
+    dy, x = quantized(8, 32, WHOLE), quantized(16, 32, WHOLE)
+    main_grad = on_gpu(8, 16, dtype=torch.float32)
+    scaled.scaled_wgrad_accumulate(dy, x, main_grad, overwrite=True)
+    assert gpu.only()[2]["out"] is main_grad
+    for grad, overwrite in (
+        (main_grad, False),
+        (main_grad.bfloat16(), True),
+        (on_gpu(16, 8, dtype=torch.float32).t(), True),
+    ):
+        scaled.scaled_wgrad_accumulate(dy, x, grad, overwrite=overwrite)
+        assert "out" not in gpu.only()[2]
+    for rows, columns in ((6, 16), (8, 24)):
+        grad = on_gpu(rows, columns, dtype=torch.float32)
+        scaled.scaled_wgrad_accumulate(quantized(rows, 32, WHOLE), quantized(columns, 32, WHOLE), grad, overwrite=True)
+        assert "out" not in gpu.only()[2]
+    with pytest.raises(ValueError, match="contracts the last dims"):
+        scaled.scaled_wgrad_accumulate(dy, quantized(16, 64, WHOLE), main_grad)
+    with pytest.raises(ValueError, match="both rotated or none"):
+        scaled.scaled_product(dy, x._replace(spec=replace(WHOLE, rotated=True)), torch.bfloat16)
+
+
+def test_products_of_quantised_experts(gpu: Gpu) -> None:
+    gpu.note(scaled, "grouped_gemm_triton", "grouped_wgrad_triton", "grouped_wgrad_accumulate")
+    gpu.note(scaled, "rows_of_experts", returns=(None, None))
+    offsets = on_gpu(3, dtype=torch.int64)
+    rows = GroupedQuantized(quantized(10, 32, BLOCK), offsets, transposed=False)
+    columns = GroupedQuantized(quantized(10, 32, BLOCK), on_gpu(5, dtype=torch.int64), transposed=True)
+    one = quantized(16, 32, SQUARE)
+    weights = one._replace(data=one.data[None].expand(2, -1, -1), scale=one.scale[None].expand(2, -1, -1))
+    out, by_columns = on_gpu(10, 16), on_gpu(16, 10).t()
+    bias = [on_gpu(16), on_gpu(32)[::2]]
+    assert scaled.scaled_grouped_product(rows, weights, torch.bfloat16, bias=bias, out=out) is out
+    _, given, how = gpu.only()
+    assert given[3] is out and how["transposed"] and {each.stride() for each in how["bias"]} == {(1,)}
+    assert how["scales"][0] is rows.matrix.scale and how["scales"][1] is weights.scale
+    assert scaled.scaled_grouped_product(rows, weights, torch.bfloat16, out=by_columns) is by_columns
+    assert gpu.only()[1][3].stride() == (16, 1), "and copied"
+    fits = on_gpu(10, 10, dtype=torch.float32)
+    for grads, kernel in (
+        ([fits, None], True),
+        (on_gpu(2, 10, 10), True),
+        ([fits, fits.double()], False),
+        ([fits, on_gpu(10, 20)[:, ::2]], False),
+    ):
+        scaled.scaled_grouped_wgrad_accumulate(columns, columns, grads)
+        names = {name for name, *_ in gpu.ran}
+        assert ("grouped_wgrad_triton" in names) is kernel and ("rows_of_experts" in names) is not kernel
+        gpu.ran.clear()
