@@ -435,8 +435,6 @@ def test_products_that_cublas_takes_whole(gpu: Gpu) -> None:
         dtypes = {each for each in (*arguments, *how.values()) if isinstance(each, torch.dtype)}
         assert dtypes == {first}
         assert "_scaled_mm" in name and ((arguments[4] if len(arguments) > 4 else None) is not None) is inside
-            first
-        }
     squares, blocks = quantized(16, 32, SQUARE), quantized(16, 32, BLOCK)
     emulated = quantized(16, 32, replace(WHOLE, emulated=True))
     for one, other in ((squares, squares), (a, blocks), (a, emulated), (emulated, a)):
