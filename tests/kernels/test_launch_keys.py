@@ -20,8 +20,11 @@ from maingrad.kernels.grouped import gemm_triton, wgrad_triton
 from maingrad.kernels.grouped.gemm_triton import GemmConfig, grouped_gemm_triton
 from maingrad.kernels.grouped.wgrad_config import WgradConfig
 from maingrad.kernels.grouped.wgrad_triton import grouped_wgrad_triton
+from maingrad.kernels.optimizer import triton_update
 from maingrad.kernels.optimizer.orthogonal import product_triton
 from maingrad.kernels.optimizer.orthogonal.product_triton import full_product, symmetric_product
+from maingrad.kernels.optimizer.reference import AdamOptions, UpdateRow
+from maingrad.kernels.optimizer.triton_update import TritonUpdate
 from maingrad.kernels.quantized import Element, QuantSpec, ScaleForm, quantize_triton
 from maingrad.kernels.triton_support import Launches
 
@@ -35,7 +38,7 @@ SQUARE = QuantSpec(Element.E4M3, (128, 128), ScaleForm.POWER_OF_TWO)
 def noted(monkeypatch: pytest.MonkeyPatch) -> Noted:
     """Key, and what Triton looks at, of each launch."""
     found: Noted = []
-    for module in (gemm_triton, wgrad_triton, product_triton, quantize_triton):
+    for module in (gemm_triton, wgrad_triton, product_triton, quantize_triton, triton_update):
         for name, launch in vars(module).copy().items():
             if isinstance(launch, Launches):
 
@@ -268,4 +271,45 @@ def test_copies_of_rows_of_experts(noted: Noted, spec: QuantSpec) -> None:
         launch(x, offsets=offsets.int()),
         launch(x, offsets=torch.tensor([0, 0, 3, 20])[1:]),
         launch(x, offsets=torch.tensor([0, 0, 3, 20])),
+    )
+
+
+def row_of(numel: int = 512, **changed: Any) -> UpdateRow:
+    def of(dtype: torch.dtype, off: int = 0) -> Tensor:
+        return at(numel, dtype=dtype, off=off)
+
+    given = {name: of(torch.float32) for name in ("grad", "exp_avg", "exp_avg_sq", "master")}
+    tensors = {name: of(*value) if isinstance(value, tuple) else value for name, value in changed.items()}
+    return UpdateRow(**{**given, "step": torch.zeros(()), **tensors})
+
+
+def test_steps_of_optimizers(noted: Noted) -> None:
+    half, byte = (torch.bfloat16,), (torch.uint8,)
+    scale = torch.zeros(2)
+
+    def launch(row: UpdateRow, rule: Any = "adamw", maximize: bool = False, **numbers: Any) -> Callable[[], object]:
+        options: Any = [AdamOptions(1e-3, 0.9, 0.99, 1e-8, 0.1)]
+        update = TritonUpdate((row,), rule, maximize)
+        return lambda: update(options, numbers.get("divisor"), numbers.get("found_inf"))
+
+    codes = {"exp_avg": byte, "exp_avg_sq": byte, "exp_avg_scale": scale, "exp_avg_sq_scale": scale}
+    check(
+        noted,
+        launch(row_of()),
+        launch(row_of(), maximize=True),
+        launch(row_of(), rule="adam"),
+        launch(row_of(exp_avg_sq=None), rule="sgd"),
+        launch(row_of(exp_avg_sq=None), rule="lion"),
+        launch(row_of(grad=half)),
+        launch(row_of(exp_avg=half)),
+        launch(row_of(exp_avg_sq=half)),
+        launch(row_of(param=half)),
+        launch(row_of(param=(torch.float16,))),
+        launch(row_of(master=None, param=half, remainder=(torch.int16,))),
+        launch(row_of(**codes)),
+        launch(row_of(grad=(torch.float32, 1))),
+        launch(row_of(exp_avg=(torch.float32, 1), param=half)),
+        launch(row_of(), divisor=torch.ones(())),
+        launch(row_of(), found_inf=torch.ones(())),
+        launch(row_of(), divisor=at(1, dtype=torch.float32, off=1)[0]),
     )

@@ -1,4 +1,4 @@
-"""Operators of ``torch.ops.maingrad``: compilers are told the shapes, and get the numbers, of what eager code computes."""
+"""Operators of ``torch.ops.maingrad``: compilers are told the shapes of eager code's results, and get its numbers."""
 
 from collections.abc import Callable
 from typing import Any
