@@ -196,6 +196,35 @@ def test_peaks_are_the_whole_model_where_it_is_kept(
     assert plan.peak_grads == outermost.grad_nbytes + (4 if keeps_grads else 2) * block.grad_nbytes
 
 
+@pytest.mark.parametrize(
+    ("fsdp", "forward", "backward", "reductions"),
+    [
+        ({}, [1, 1, 3, 3], [0, 3, 3, 0], 3),
+        ({"reshard_after_forward": False}, [1, 1, 3, 3], [0, 0, 0, 0], 3),
+        ({"placements": "zero2"}, [1, 1, 1, 1], [0, 0, 0, 0], 3),
+        ({"placements": "zero1"}, [1, 1, 1, 1], [0, 0, 0, 0], 1),
+        ({"reduce_every_microbatch": False}, [1, 1, 3, 3], [0, 3, 3, 0], 1),
+    ],
+)
+def test_gathers_and_reductions_of_three_microbatches(
+    tmp_path: Path, fsdp: dict[str, Any], forward: list[int], backward: list[int], reductions: int
+):
+    """The first unit stays from microbatch to microbatch, the last one from forward to backward, the outermost both."""
+    model, train = {"num_layers": 3, "delay_wgrad_layers": 1}, {"num_microbatches": 3}
+    plan = plan_run(tiny_config(tmp_path, parallel="fsdp", fsdp=fsdp, model=model, train=train), 2)
+    assert [unit.gathers_in_forward for unit in plan.units] == forward
+    assert [unit.gathers_in_backward for unit in plan.units] == backward
+    for unit in plan.units:
+        counts = [1 if bucket.layout.delayed else reductions for bucket in unit.buckets]
+        assert list(unit.reductions) == counts
+        sent = [bucket.traffic for bucket in unit.buckets]
+        gathers = unit.gathers_in_forward + unit.gathers_in_backward
+        assert unit.traffic.gather == gathers * sum(each.gather for each in sent) > 0
+        once = zip(counts, sent, strict=True)
+        assert unit.traffic.reduce_inside == sum(count * each.reduce_inside for count, each in once) > 0
+    assert any(bucket.layout.delayed for unit in plan.units for bucket in unit.buckets)
+
+
 HELD = {"reduce_every_microbatch": False}
 EXPERTS = {"num_experts": 4, "top_k": 2, "expert_ffn_dim": 16, "param_dtype": "bfloat16", "num_layers": 4}
 
