@@ -9,13 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from maingrad.ddp import muon_groups
+from maingrad.ddp.plan.cut import Box
+from maingrad.ddp.plan.model_slice import ModelSlice
+from maingrad.launch import simulate
 from maingrad.launch.verification.comparison import Piece, allowed_between
 from maingrad.launch.verification.experiments import Comparison
 from maingrad.launch.verification.findings import Cause, Finding, WayResult
 from maingrad.launch.verification.judge import _slopes_of, judge
 from maingrad.launch.verification.plain import Part, Plain
 from maingrad.launch.verification.program import Program
-from maingrad.launch.verification.ways import RankResult, Setting, Way
+from maingrad.launch.verification.ways import RankResult, Setting, Way, _in_whole, _instances
 
 WEIGHT = torch.tensor([[1.0, -2.0]])
 GRADS = [{"weight": torch.tensor([[3.0, 0.0]])}, {"weight": torch.tensor([[0.0, 4.0]])}]
@@ -157,3 +160,39 @@ def test_how_much_muon_magnifies_an_error() -> None:
     one = slope(torch.eye(6, 4) / 2, lr=0.5)
     assert whole == pytest.approx(one / float(grad.norm()))
     assert slope(torch.zeros(6, 4), lr=0.5) == pytest.approx(one * 1e30), "finite"
+
+
+# ---- Ways. ----
+
+
+def test_what_ways_need() -> None:
+    plain, tokens = Way("zero1"), Way("zero3", cut="context_parallel")
+    assert (plain.ranks_of_row, tokens.ranks_of_row) == (1, 2)
+    assert [name for name in ("ddp", "zero1", "zero3", "hsdp") if Way(name).shards_parameters] == ["zero3", "hsdp"]
+    setting = Setting(lambda model: ())
+    assert setting.fits(plain) and not setting.fits(tokens)
+    with_cut = setting._replace(context_parallel=lambda model, mesh: None)
+    assert with_cut.fits(tokens) and not with_cut.fits(Way("ddp", cut="tensor_parallel"))
+    made = nn.Linear(2, 3)
+    assert not setting.matrices(made).groups and list(setting._replace(muon={}).matrices(made).matrices) == ["weight"]
+
+
+def test_instances_are_as_few_as_ranks_allow() -> None:
+    def fn() -> tuple[Any, ...]:
+        mesh = _instances()
+        return tuple(mesh.shape), mesh.mesh_dim_names, mesh["inner"].size()
+
+    for ranks, shape in ((1, (1, 1)), (3, (3, 1)), (4, (2, 2)), (6, (2, 3))):
+        assert simulate(fn, ranks) == [(shape, ("outer", "inner"), shape[1])] * ranks
+
+
+def test_a_piece_of_a_slice_lies_in_the_whole() -> None:
+    """Columns 2 and 3 of a matrix [2, 4], and of the flattened slice the elements from the second on."""
+    piece = Piece("w", 1, torch.tensor([5.0, 6.0, 7.0]))
+    assert _in_whole(piece, None) is piece
+    held = ModelSlice((2, 4), (Box((0, 2), (2, 2)),), 1, None, "slice")
+    found = _in_whole(piece, held)
+    assert (found.name, found.start, found.places.tolist()) == ("w", 3, [3, 6, 7]) and found.values is piece.values
+    assert _in_whole(piece, held._replace(dim=None)) is piece
+    nothing = _in_whole(Piece("w", 4, torch.zeros(0)), held)
+    assert nothing.start == 0 and nothing.places is not None and not len(nothing.places)
