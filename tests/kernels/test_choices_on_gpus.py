@@ -24,6 +24,11 @@ from maingrad.kernels.glu import scaled_glu
 from maingrad.kernels.grouped import products
 from maingrad.kernels.grouped.gemm_triton import GemmConfig, default_gemm_config
 from maingrad.kernels.grouped.wgrad_config import WgradConfig, default_wgrad_config
+from maingrad.kernels.optimizer import flat_update
+from maingrad.kernels.optimizer.adamw import AdamUpdate
+from maingrad.kernels.optimizer.lion import LionUpdate
+from maingrad.kernels.optimizer.orthogonal import elements
+from maingrad.kernels.optimizer.reference import AdamOptions, UpdateRow
 from maingrad.kernels.permutation import embedding, permute
 from maingrad.kernels.quantized import Element, GroupedQuantized, Quantized, QuantSpec, ScaleForm, operands
 from maingrad.kernels.quantized import products as scaled
@@ -495,3 +500,61 @@ def test_products_of_quantised_experts(gpu: Gpu) -> None:
         names = {name for name, *_ in gpu.ran}
         assert ("grouped_wgrad_triton" in names) is kernel and ("rows_of_experts" in names) is not kernel
         gpu.ran.clear()
+
+
+# ---- Optimizers. ----
+
+
+def test_passes_of_muon_that_have_kernels(gpu: Gpu) -> None:
+    """fp32 beside fp32 and fp16, each matrix's elements side by side; torch's operations read a rate in a tensor."""
+    gpu.note(elements, "apply_on_triton", "momentum_on_triton", "increment_version")
+    single, half = on_gpu(2, 4, 8, dtype=torch.float32), on_gpu(2, 4, 8, dtype=torch.float16)
+    elements.update_momentum(single, single, single, 0.9, nesterov=True)
+    (name, given, how), (_, versions, _) = gpu.ran
+    assert name == "momentum_on_triton" and given[3] == 0.9 and how == {"nesterov": True}
+    assert [each is single for each in versions[0]] == [True, True], "what was written"
+    gpu.ran.clear()
+    elements.apply_update(single, half, 0.5, 0.1, 3.0)
+    (name, given, _), (_, versions, _) = gpu.ran
+    assert name == "apply_on_triton" and given[2:] == (0.95, -1.5) and versions[0] is single
+    gpu.ran.clear()
+    stack = on_gpu(2, 6, 8, dtype=torch.float32)[:, :4]
+    elements.apply_update(stack, half, 0.5, 0.1, 3.0)
+    assert gpu.ran[0][0] == "apply_on_triton", "what lies between matrices is no matter"
+    gpu.ran.clear()
+    bf16, wide = on_gpu(2, 4, 8), on_gpu(2, 8, 4, dtype=torch.float32).transpose(1, 2)
+    for param, orthogonal, lr in (
+        (bf16, half, 0.5),
+        (single, bf16, 0.5),
+        (wide, half, 0.5),
+        (single, half.transpose(1, 2).contiguous().transpose(1, 2), 0.5),
+        (stack[0].t(), half[0].t(), 0.5),
+        (single[:0], half[:0], 0.5),
+        (single, half, torch.ones((), device="cuda")),
+    ):
+        elements.apply_update(param, orthogonal, lr, 0.1, 3.0)
+    elements.update_momentum(bf16, bf16, bf16.clone(), 0.9, nesterov=False)
+    assert not gpu.ran
+
+
+def test_optimizers_are_kernels_unless_a_row_is_fp64(gpu: Gpu) -> None:
+    gpu.note(flat_update, "TritonUpdate", returns=lambda *given: gpu.ran.append(("step", given, {})))
+    gpu.note(flat_update, "update_reference")
+    single, step = on_gpu(8, dtype=torch.float32), on_gpu(dtype=torch.float32)
+    row = UpdateRow(single, single, single, step, master=single)
+    wide = UpdateRow(*(each.double() for each in (single, single, single)), step, master=single.double())
+    gpu.patch.setattr(flat_update, "_kind_of", lambda grad: grad.numel())
+    options = [AdamOptions(0.1, 0.9, 0.99, 1e-8, 0.1)]
+    for rule, make in (("adamw", AdamUpdate), ("lion", LionUpdate)):
+        rows = [row if rule == "adamw" else row._replace(exp_avg_sq=None)]
+        make(rows)(options)
+        (name, given, _), (ran, numbers, _) = gpu.ran
+        assert (name, given[1:], ran) == ("TritonUpdate", (rule, False, False), "step") and numbers[1:] == (None, None)
+        gpu.ran.clear()
+        make(rows, maximize=True)
+        assert gpu.only()[1][1:3] == (rule, True)
+    AdamUpdate([row], decoupled=False, grads_move=True)
+    assert gpu.only()[1][1:] == ("adam", False, True)
+    AdamUpdate([row, wide])(options)
+    name, _, how = gpu.only()
+    assert name == "update_reference" and how["rule"] == "adamw" and how["maximize"] is False
