@@ -21,7 +21,8 @@ from maingrad.kernels.grouped.gemm_triton import GemmConfig, grouped_gemm_triton
 from maingrad.kernels.grouped.wgrad_config import WgradConfig
 from maingrad.kernels.grouped.wgrad_triton import grouped_wgrad_triton
 from maingrad.kernels.optimizer import triton_update
-from maingrad.kernels.optimizer.orthogonal import product_triton
+from maingrad.kernels.optimizer.orthogonal import elements_triton, product_triton
+from maingrad.kernels.optimizer.orthogonal.elements_triton import apply_on_triton, momentum_on_triton
 from maingrad.kernels.optimizer.orthogonal.product_triton import full_product, symmetric_product
 from maingrad.kernels.optimizer.reference import AdamOptions, UpdateRow
 from maingrad.kernels.optimizer.triton_update import TritonUpdate
@@ -38,7 +39,8 @@ SQUARE = QuantSpec(Element.E4M3, (128, 128), ScaleForm.POWER_OF_TWO)
 def noted(monkeypatch: pytest.MonkeyPatch) -> Noted:
     """Key, and what Triton looks at, of each launch."""
     found: Noted = []
-    for module in (gemm_triton, wgrad_triton, product_triton, quantize_triton, triton_update):
+    modules = gemm_triton, wgrad_triton, elements_triton, product_triton, quantize_triton, triton_update
+    for module in modules:
         for name, launch in vars(module).copy().items():
             if isinstance(launch, Launches):
 
@@ -271,6 +273,45 @@ def test_copies_of_rows_of_experts(noted: Noted, spec: QuantSpec) -> None:
         launch(x, offsets=offsets.int()),
         launch(x, offsets=torch.tensor([0, 0, 3, 20])[1:]),
         launch(x, offsets=torch.tensor([0, 0, 3, 20])),
+    )
+
+
+def test_passes_over_elements(noted: Noted) -> None:
+    def fp32(*shape: int, off: int = 0) -> Tensor:
+        return at(*shape, dtype=torch.float32, off=off)
+
+    def momentum(**changed: Any) -> Callable[[], object]:
+        given = {"buffer": fp32(2, 4, 8), "grad": fp32(2, 4, 8), "update": fp32(2, 4, 8), "momentum": 0.9}
+        return lambda: momentum_on_triton(**{**given, "nesterov": True, **changed})
+
+    stack = fp32(2, 6, 8)[:, :4]
+    check(
+        noted,
+        momentum(),
+        momentum(nesterov=False),
+        momentum(buffer=stack),
+        momentum(grad=stack),
+        momentum(update=stack),
+        momentum(buffer=fp32(2, 4, 8, off=1)),
+        momentum(grad=fp32(2, 4, 8, off=1)),
+        momentum(update=fp32(2, 4, 8, off=1)),
+        momentum(grad=fp32(2, 4, 8).half()),
+        momentum(buffer=fp32(2, 4, 9), grad=fp32(2, 4, 9), update=fp32(2, 4, 9)),
+    )
+
+    def apply(**changed: Any) -> Callable[[], object]:
+        given = {"param": fp32(2, 4, 8), "orthogonal": fp32(2, 4, 8).half(), "kept": 0.9, "step": -0.1}
+        return lambda: apply_on_triton(**{**given, **changed})
+
+    check(
+        noted,
+        apply(),
+        apply(param=stack),
+        apply(orthogonal=at(2, 6, 8, dtype=torch.float16)[:, :4]),
+        apply(param=fp32(2, 4, 8, off=1)),
+        apply(orthogonal=at(2, 4, 8, dtype=torch.float16, off=1)),
+        apply(orthogonal=fp32(2, 4, 8)),
+        apply(param=fp32(2, 4, 9), orthogonal=fp32(2, 4, 9).half()),
     )
 
 

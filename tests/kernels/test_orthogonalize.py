@@ -184,6 +184,16 @@ def test_passes_over_elements(momentum: float, nesterov: bool, on_triton: str, m
         torch.testing.assert_close(mine, other, rtol=bound, atol=bound)
 
 
+def test_long_matrices_take_the_gram_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From one and a half times as many columns as rows on, or rows as columns."""
+    monkeypatch.setattr(form, "runs_on_triton", lambda *_: True)
+    monkeypatch.setattr(form, "_plain_form", lambda *_: "plain")
+    monkeypatch.setattr(form, "_gram_form", lambda *_: "gram")
+    for rows, columns, expected in ((4, 5, "plain"), (4, 6, "gram"), (4, 16, "gram"), (4, 4, "plain")):
+        assert form.orthogonalize(torch.ones(1, rows, columns)) == expected  # type: ignore[comparison-overlap]
+        assert form.orthogonalize(torch.ones(1, columns, rows)) == expected  # type: ignore[comparison-overlap]
+
+
 def test_refusals() -> None:
     with pytest.raises(ValueError, match="matrices"):
         form.orthogonalize(torch.zeros(4))
