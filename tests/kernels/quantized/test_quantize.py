@@ -51,6 +51,7 @@ def test_special_values(name: str) -> None:
         check_quantized(rows[list(wanted)], spec)
 
 
+@pytest.mark.in_turn
 def test_mxfp8_has_the_bits_of_torchao() -> None:
     mx = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor")
     draws = torch.Generator().manual_seed(1)

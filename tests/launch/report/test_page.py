@@ -239,6 +239,7 @@ def test_a_name_is_text_and_never_markup(two_ranks: Path, tmp_path: Path, pictur
     assert "b" not in [tag for tag, _ in page.tags]
 
 
+@pytest.mark.in_turn
 def test_a_run_that_was_resumed_says_where(tmp_path: Path) -> None:
     for steps, resume in ((4, None), (6, "auto")):
         train(tiny_config(tmp_path, train={"steps": steps, "save_every": 2, "resume": resume}))

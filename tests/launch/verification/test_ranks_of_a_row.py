@@ -85,6 +85,7 @@ def test_right_plans_are_right():
     assert rows["zero1_tp_converted"].fused_writes == rows["zero1_converted"].fused_writes > 0
 
 
+@pytest.mark.in_turn
 def test_ways_without_a_plan_are_left_out_or_refused():
     found = verify(model(), batch(), ways=["ddp"])
     assert [row.way for row in found.results] == ["ddp"]
@@ -109,6 +110,7 @@ def attends_to_its_part(found: Any, mesh: DeviceMesh) -> None:
     found.part = mesh.get_local_rank()
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     ("ways", "plan"),
     [
