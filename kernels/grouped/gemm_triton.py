@@ -146,7 +146,7 @@ def _products(
             at = weight_ptr + c[:, None].to(tl.int64) * stride_weight + f[None, :]
             w = tl.load(at, mask=(c < C)[:, None] & inside_f[None, :], other=0.0)
         if BLOCKS:
-            of_x = tl.load(x_scale + block.to(tl.int64) * T + m, mask=inside_m, other=0.0)
+            of_x = tl.load(x_scale + tl.cast(block, tl.int64) * T + m, mask=inside_m, other=0.0)
             of_both = of_x * tl.load(weight_scale + block)
             acc += tl.dot(rows, w) * of_both[:, None]
         elif x_scale is not None:

@@ -81,6 +81,6 @@ def _scaled(
     N: tl.tensor,
     K: tl.tensor,
 ) -> tl.tensor:
-    of_dy = tl.load(dy_scale + block.to(tl.int64) * N + n, mask=n < N, other=0.0)
-    of_x = tl.load(x_scale + block.to(tl.int64) * K + k, mask=k < K, other=0.0)
+    of_dy = tl.load(dy_scale + tl.cast(block, tl.int64) * N + n, mask=n < N, other=0.0)
+    of_x = tl.load(x_scale + tl.cast(block, tl.int64) * K + k, mask=k < K, other=0.0)
     return product * of_dy[:, None] * of_x[None, :]

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from triton_devices import LAUNCHER_DTYPES, nan_filled_memory
 
-from maingrad.kernels.cross_entropy.chunks import Head, head_grads
+from maingrad.kernels.cross_entropy.chunks import Head, head_grads, head_losses
 from maingrad.kernels.cross_entropy.cross_entropy import cross_entropy_in_place
 from maingrad.kernels.cross_entropy.reference import LossTerms
 
@@ -105,6 +105,8 @@ def test_refused_arguments() -> None:
         cross_entropy_in_place(logits.t(), torch.zeros(4, dtype=torch.int64), LossTerms())
     with pytest.raises(ValueError, match=r"needs logits \[T, V\]"):
         cross_entropy_in_place(logits, targets[:2], LossTerms())
+    with pytest.raises(ValueError, match=r"needs logits \[T, V\]"):
+        cross_entropy_in_place(logits[None], targets[:1], LossTerms())
     with pytest.raises(TypeError, match="needs int64 targets"):
         cross_entropy_in_place(logits, targets.int(), LossTerms())
 
@@ -137,3 +139,57 @@ def test_chunks_add_to_the_weights_accumulator_or_write_it(
     expected = weight.grad if overwrite else weight.grad + 0.5
     # Logits and their gradients are rounded to bf16: 2^-8 of each.
     torch.testing.assert_close(main_grad.double(), expected, rtol=2**-6, atol=2**-6)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("form", ["losses known", "first logits known", "losses too"])
+@pytest.mark.sampled(6)
+def test_a_head_in_chunks_is_the_head_at_once(form: str, biased: bool) -> None:
+    """In fp32, with an ignored token, and chunks that the tokens do not fill."""
+    draws = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(7, 5, generator=draws), torch.randn(6, 5, generator=draws)
+    bias = torch.randn(6, generator=draws) if biased else None
+    targets = torch.tensor([0, 5, -100, 2, 2, 1, 4])
+    head = Head(hidden, weight, bias, targets, LossTerms(), 3)
+    assert [(chunk.start, chunk.stop) for chunk in head.chunks()] == [(0, 3), (3, 6), (6, 7)]
+    leaves = [each.clone().requires_grad_() for each in (hidden, weight, *([bias] if biased else []))]
+    losses = F.cross_entropy(F.linear(*leaves), targets, reduction="none")
+    upstream = torch.randn(7, generator=draws)
+    losses.backward(upstream)
+    found, lse, memory = head_losses(head)
+    torch.testing.assert_close(found, losses.detach())
+    assert memory.shape == (3, 6) and torch.allclose(memory, F.linear(hidden, weight, bias)[:3])
+    main_grad = torch.full((6, 5), 2.0)
+    known = {} if form == "losses too" else {"lse": lse}
+    first = {"first_logits": memory} if form == "first logits known" else {}
+    grads = head_grads(
+        head, upstream, known.get("lse"), **first, needs_bias=biased, main_grad=main_grad, needs_hidden=True
+    )
+    torch.testing.assert_close(grads.hidden, leaves[0].grad)
+    torch.testing.assert_close(main_grad - 2, leaves[1].grad)
+    assert (grads.losses is None) is bool(known) and (grads.bias is None) is not biased
+    if grads.losses is not None:
+        torch.testing.assert_close(grads.losses, losses.detach())
+    if grads.bias is not None:
+        torch.testing.assert_close(grads.bias, leaves[2].grad)
+    nothing = head_grads(head, upstream, lse, needs_hidden=False)
+    assert nothing == (None, None, None)
+
+
+def test_sums_over_chunks_of_a_bf16_head_are_fp32() -> None:
+    """Gradients of two classes are opposite: those of 256, 1 and -256 times half a token leave half of 1."""
+    hidden, weight = torch.zeros(3, 1, dtype=torch.bfloat16), torch.zeros(2, 1, dtype=torch.bfloat16)
+    head = Head(hidden, weight, torch.zeros(2, dtype=torch.bfloat16), torch.tensor([0, 0, 0]), LossTerms(), 1)
+    found = head_grads(head, torch.tensor([256.0, 1.0, -256.0]), None, needs_bias=True)
+    assert found.bias is not None and found.bias.tolist() == [-0.5, 0.5] and found.bias.dtype is torch.float32
+    assert found.losses is not None and found.losses.dtype is torch.float32
+    assert found.hidden is not None and found.hidden.dtype is torch.bfloat16
+
+
+def test_a_head_without_tokens() -> None:
+    head = Head(torch.zeros(0, 4), torch.zeros(3, 4), None, torch.zeros(0, dtype=torch.int64), LossTerms(), 8)
+    losses, lse, memory = head_losses(head)
+    assert losses.shape == lse.shape == (0,) and memory.shape == (0, 3) and not head.chunks()
+    found = head_grads(head, torch.zeros(0), lse, needs_bias=True)
+    assert found.hidden is not None and found.hidden.shape == (0, 4)
+    assert found.bias is not None and found.bias.tolist() == [0.0] * 3

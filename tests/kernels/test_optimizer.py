@@ -542,6 +542,14 @@ def test_rows_that_do_not_fit_are_refused() -> None:
         (bits._replace(exp_avg_scale=None), ValueError, "exp_avg_scale of row 0"),
         (bits._replace(exp_avg_scale=bits.exp_avg_scale[:2]), ValueError, "exp_avg_scale of row 0"),
         (bits._replace(first=300), ValueError, "a multiple of 256"),
+        (row._replace(exp_avg_sq=None), ValueError, "needs exp_avg_sq of row 0"),
+        (row._replace(exp_avg_scale=bits.exp_avg_scale), ValueError, "for 8-bit moments, and only for those"),
+        (bits._replace(exp_avg_sq_scale=bits.exp_avg_sq_scale.double()), TypeError, "exp_avg_sq_scale of row 0"),
+        (row._replace(master=row.master.double()), TypeError, "grad of row 0 in float64"),
+        (row._replace(master=row.master.half()), TypeError, "master of row 0"),
+        (row._replace(step=torch.zeros((), dtype=torch.float64)), ValueError, "step of row 0"),
+        (bits._replace(remainder=bits.remainder.int()), TypeError, "remainder of row 0"),
+        (row._replace(param=row.param.to("meta")), ValueError, "param of row 0"),
     ]
     for each, error, text in wrong:
         with pytest.raises(error, match=text):
@@ -552,9 +560,18 @@ def test_rows_that_do_not_fit_are_refused() -> None:
         LionUpdate([row._replace(exp_avg=None, exp_avg_sq=None)])
     with pytest.raises(ValueError, match="options for 2 groups, got 1"):
         AdamUpdate([row._replace(group=1)])(OPTIONS[:1])
-    with pytest.raises(ValueError, match="divisor"):
-        AdamUpdate([row])(OPTIONS, divisor=torch.ones(1))
+    for number in (torch.ones(1), torch.ones((), dtype=torch.float64), torch.ones((), device="meta")):
+        with pytest.raises(ValueError, match="needs divisor as a 0-dim fp32 tensor"):
+            AdamUpdate([row])(OPTIONS, divisor=number)
+        with pytest.raises(ValueError, match="needs found_inf as a 0-dim fp32 tensor"):
+            AdamUpdate([row])(OPTIONS, found_inf=number)
+    with pytest.raises(ValueError, match="exp_avg of row 1"):
+        AdamUpdate([row, row._replace(exp_avg=None)])
     AdamUpdate([])([])
+    update = AdamUpdate([row, bits])
+    memory = torch.zeros(1204)
+    assert update.takes([memory[4:604], memory[604:]]) and not update.takes([memory[1:601], memory[604:]])
+    assert not update.takes([memory[:600]]) and not update.takes([memory[:600], memory[:596]])
 
 
 @pytest.mark.parametrize("nesterov", [False, True])

@@ -171,6 +171,19 @@ def test_blocks_of_zeros_short_blocks_and_blocks_with_nan() -> None:
     assert empty.shape == none.shape == dequantize_moment(empty, none, signed=True).shape == (0,)
 
 
+def test_a_scale_has_the_sign_of_its_largest_element() -> None:
+    """Of two as large the positive one's, in either order; that of zeros is zero, and positive."""
+    blocks = torch.zeros(5, 256)
+    blocks[0, 3], blocks[0, 9] = 2.0, -2.0
+    blocks[1, 3], blocks[1, 9] = -2.0, 2.0
+    blocks[2, 5], blocks[2, 6] = -3.0, 2.0
+    blocks[3] = torch.linspace(-1, 0.5, 256)
+    codes, scales = quantize_moment(blocks.view(-1), signed=True)
+    assert scales.tolist() == [2.0, 2.0, -3.0, -1.0, 0.0] and not scales[4].signbit()
+    largest = [codes[256 * block + place].item() for block, place in ((0, 3), (1, 9), (2, 5), (3, 0))]
+    assert largest == [128] * 4, "the code of 1"
+
+
 @pytest.mark.in_turn
 def test_training_with_8_bit_moments_goes_the_way_of_fp32() -> None:
     """A least-squares problem: both reach the same loss, though no step is the same."""

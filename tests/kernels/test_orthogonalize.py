@@ -184,6 +184,16 @@ def test_passes_over_elements(momentum: float, nesterov: bool, on_triton: str, m
         torch.testing.assert_close(mine, other, rtol=bound, atol=bound)
 
 
+def test_long_matrices_take_the_gram_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From one and a half times as many columns as rows on, or rows as columns."""
+    monkeypatch.setattr(form, "runs_on_triton", lambda *_: True)
+    monkeypatch.setattr(form, "_plain_form", lambda *_: "plain")
+    monkeypatch.setattr(form, "_gram_form", lambda *_: "gram")
+    for rows, columns, expected in ((4, 5, "plain"), (4, 6, "gram"), (4, 16, "gram"), (4, 4, "plain")):
+        assert form.orthogonalize(torch.ones(1, rows, columns)) == expected  # type: ignore[comparison-overlap]
+        assert form.orthogonalize(torch.ones(1, columns, rows)) == expected  # type: ignore[comparison-overlap]
+
+
 def test_refusals() -> None:
     with pytest.raises(ValueError, match="matrices"):
         form.orthogonalize(torch.zeros(4))
@@ -198,3 +208,22 @@ def test_flops() -> None:
     m, n = 4096, 14336
     assert form.orthogonalize_flops(n, m) == 6 * m * m * n + 14 * m**3
     assert form.orthogonalize_flops(m, m) == 20 * m**3
+
+
+def test_flops_of_few_steps() -> None:
+    """Two steps need one R and two products with Q; a square matrix takes three products a step, two halved."""
+    m, n = 8, 32
+    assert form.orthogonalize_flops(m, n, 1) == 3 * m * m * n + m**3
+    assert form.orthogonalize_flops(m, n, 2) == 3 * m * m * n + 5 * m**3
+    assert form.orthogonalize_flops(m, m, 3) == 12 * m**3
+
+
+def test_matrices_begin_with_elements_of_about_one_in_fp16(monkeypatch: pytest.MonkeyPatch) -> None:
+    for shape, scale in (((1, 4, 4), 4.0), ((2, 16, 64), 32.0), ((1, 3, 5), 4.0)):
+        x, found = form._normalized(torch.full(shape, 0.01))
+        assert found == scale and x.dtype is torch.float16
+        assert ((x > 0.9) & (x < 1.1)).all()
+    assert form._normalized(torch.empty(1, 2**17, 2**17, device="meta"))[1] == 2.0**15, "fp16 has no more"
+    for on_triton, dtype in ((True, torch.float16), (False, torch.float32)):
+        monkeypatch.setattr(form, "runs_on_triton", lambda *_, found=on_triton: found)
+        assert form.dtype_of_results(torch.zeros(1)) is dtype

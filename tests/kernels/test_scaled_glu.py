@@ -231,6 +231,11 @@ def test_what_does_not_fit_is_named() -> None:
         scaled_glu(h, probs[:3])
     with pytest.raises(TypeError, match=r"floating dtypes, got torch\.float32 and torch\.int64"):
         scaled_glu(h, probs.long())
+    for wrong in (h[:, 1:], h[None]):
+        with pytest.raises(ValueError, match=r"scaled_glu_backward needs h \[rows, 2 features\]"):
+            scaled_glu_backward(da, wrong, probs)
+    with pytest.raises(ValueError, match=r"torch\.float32 on cpu; got \(4, 6\), torch\.float16"):
+        scaled_glu_backward(da.half(), h, probs)
     with pytest.raises(ValueError, match=r"da \(4, 6\), torch\.float32 on cpu; got \(3, 6\)"):
         scaled_glu_backward(da[:3], h, probs)
     with pytest.raises(ValueError, match="limit above 0, got 0"):

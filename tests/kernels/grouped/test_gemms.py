@@ -375,6 +375,37 @@ def test_each_expert_has_a_weight_and_a_bias() -> None:
             grouped_scale_grad(torch.ones(5, 6), one, offsets)
 
 
+def test_operands_that_do_not_match_are_named() -> None:
+    x, dy, weights, offsets = torch.ones(5, 3), torch.ones(5, 6), torch.ones(2, 6, 3), torch.tensor([0, 2, 5])
+    grads = torch.zeros(2, 6, 3)
+    for wrong in (x[:, :2], torch.ones(5, 3, 3), x[0]):
+        with pytest.raises(ValueError, match="grouped_linear needs 3 features in the last dim"):
+            grouped_linear(wrong, weights, offsets)
+    with pytest.raises(ValueError, match="grouped_dgrad needs 6 features in the last dim"):
+        grouped_dgrad(x, weights, offsets)
+    for no_weights in (torch.ones(2, 6), []):
+        with pytest.raises(ValueError, match=r"needs weights \[experts, N, K\]"):
+            grouped_linear(x, no_weights, offsets)
+    with pytest.raises(TypeError, match="needs weights and rows of one dtype"):
+        grouped_linear(x, weights.double(), offsets)
+    with pytest.raises(TypeError, match="needs bias and rows of one dtype"):
+        grouped_linear(x, weights, offsets, bias=torch.ones(2, 6).double())
+    with pytest.raises(ValueError, match=r"needs bias_scale \(5,\); got \(4,\)"):
+        grouped_linear(x, weights, offsets, bias=torch.ones(2, 6), bias_scale=torch.ones(4))
+    with pytest.raises(ValueError, match="got a bias_scale and no bias"):
+        grouped_linear(x, weights, offsets, bias_scale=torch.ones(5))
+    for wrong_dy, wrong_x in ((dy[:4], x), (dy, x[:4]), (dy[None], x), (dy, x[None])):
+        with pytest.raises(ValueError, match=r"needs dy \[T, N\] and x \[T, K\]"):
+            grouped_wgrad_accumulate(wrong_dy, wrong_x, grads, offsets)
+    with pytest.raises(TypeError, match="needs dy and x of one dtype"):
+        grouped_wgrad_accumulate(dy.half(), x, grads, offsets)
+    wide = torch.zeros(2, 6, 6)
+    for unfit in (grads[:, :, :2], wide[:, :, ::2], grads.half(), grads.to("meta"), [grads[0], grads[1].t()]):
+        with pytest.raises(ValueError, match=r"main_grad of expert [01] must be \(6, 3\) with adjacent columns"):
+            grouped_wgrad_accumulate(dy, x, unfit, offsets)
+    assert not grads.any() and not wide.any()
+
+
 def test_each_expert_has_an_accumulator_and_a_bit() -> None:
     dy, x, offsets = torch.ones(3, 2), torch.ones(3, 4), torch.tensor([0, 1, 3])
     grads = [torch.zeros(2, 4) for _ in range(3)]

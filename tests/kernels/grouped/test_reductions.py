@@ -124,6 +124,14 @@ def test_offsets(device: str, dtype: torch.dtype, experts: int) -> None:
     assert offsets.tolist() == [0, *itertools.accumulate(splits.tolist())]
 
 
+@pytest.mark.parametrize(
+    "splits", [torch.ones(2, 2, dtype=torch.int64), torch.ones(3), torch.ones(3, dtype=torch.int16)]
+)
+def test_splits_are_counts_of_each_expert(splits: Tensor) -> None:
+    with pytest.raises(ValueError, match=r"splits must be \[experts\], int32 or int64"):
+        group_offsets(splits)
+
+
 @pytest.mark.parametrize("device", LAUNCHER_DEVICES)
 def test_offsets_above_32_bits_and_of_strided_splits(device: str) -> None:
     splits = torch.tensor([2**31 - 1, 7, 2**31 - 1, 7, 1, 7], dtype=torch.int32, device=device)

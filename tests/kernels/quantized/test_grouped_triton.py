@@ -1,6 +1,6 @@
 """Experts' Triton kernels: the quantiser's bits are the reference's; products against fp64 of the same elements.
 
-What Triton's interpreter does to elements of 8 bits is in ``test_quantize_triton.py``. It has no products of them.
+What Triton's interpreter does to elements of 8 bits is in ``test_quantize_triton.py``. It sums their products in fp32.
 """
 
 import dataclasses
@@ -26,6 +26,7 @@ from maingrad.kernels.quantized import (
 )
 
 pytest.importorskip("triton", reason="the launchers are Triton's")
+from maingrad.kernels.quantized import products
 from maingrad.kernels.quantized.grouped import rows_of_experts
 from maingrad.kernels.quantized.quantize_triton import quantize_experts_triton, quantize_grouped_triton
 
@@ -235,3 +236,61 @@ def test_weight_gradients(name: str, splits: str) -> None:
                 if grad is not None:
                     bound = _BOUND if dtype is torch.float32 else 5e-3
                     assert (grad - product).norm() <= bound * size.norm()
+
+
+@pytest.fixture
+def in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU passes for a GPU with kernels. Sums are in fp32 there, and not in tensor cores."""
+    if torch.cuda.is_available():
+        pytest.skip("kernels are compiled here, and not interpreted")
+    monkeypatch.setattr(products, "has_kernels", lambda *_, **__: True)
+
+
+WITH_ALL_RESTS = [130, 20, 0, 33, 1]
+"""Rows behind whole blocks take columns in 32s, in 16s, or in both."""
+NEAR = {"rtol": 1e-5, "atol": 1e-4}
+
+
+@pytest.mark.usefixtures("in_the_interpreter")
+@pytest.mark.parametrize("name", ["current", "block"])
+def test_products_in_the_interpreter(name: str) -> None:
+    spec, of_weights = SPECS[name], SPECS["block, weights" if name == "block" else name]
+    draws = torch.Generator().manual_seed(0)
+    offsets = torch.tensor([0, *itertools.accumulate(WITH_ALL_RESTS)])
+    filled = int(offsets[-1])
+    x = torch.randn(filled + 5, 150, generator=draws).bfloat16()
+    x[filled:] = NAN
+    rows, _ = quantize_grouped_triton(x, spec, None, offsets)
+    weights, _ = quantize_experts_triton(torch.randn(5, 140, 150, generator=draws).bfloat16(), of_weights, None)
+    assert rows is not None and weights is not None
+    expected = torch.zeros(len(x), 140)
+    for expert, (start, end) in enumerate(itertools.pairwise(offsets.tolist())):
+        expected[start:end] = dequantize_grouped(rows)[start:end] @ dequantize(weights.unbind()[expert]).t()
+    with nan_filled_memory():
+        torch.testing.assert_close(scaled_grouped_product(rows, weights, torch.float32), expected, **NEAR)
+    owner = torch.searchsorted(offsets[1:], torch.arange(filled), right=True)
+    bias, scale = torch.randn(5, 140, generator=draws), torch.rand(len(x), generator=draws)
+    expected[:filled] += scale[:filled, None] * bias[owner]
+    by_columns = torch.full((140, len(x)), NAN).t()
+    found = scaled_grouped_product(rows, weights, torch.float32, bias=bias, bias_scale=scale, out=by_columns)
+    assert found is by_columns
+    torch.testing.assert_close(found, expected, **NEAR)
+
+
+@pytest.mark.usefixtures("in_the_interpreter")
+@pytest.mark.parametrize("name", ["current", "block"])
+def test_weight_gradients_in_the_interpreter(name: str) -> None:
+    spec, draws = SPECS[name], torch.Generator().manual_seed(0)
+    offsets = torch.tensor([0, *itertools.accumulate(WITH_ALL_RESTS)])
+    dy, x = (torch.randn(int(offsets[-1]), size, generator=draws).bfloat16() for size in (70, 40))
+    with nan_filled_memory():
+        (_, left), (_, right) = (quantize_grouped_triton(each, None, spec, offsets) for each in (dy, x))
+    assert left is not None and right is not None
+    (a, borders), (b, _) = rows_of_experts(left), rows_of_experts(right)
+    expected = torch.stack([a[start:end].t() @ b[start:end] for start, end in itertools.pairwise(borders.tolist())])
+    overwrite = [True, False, False, True, True]
+    grads = [torch.full((70, 40), NAN if once else 1.0) for once in overwrite]
+    scaled_grouped_wgrad_accumulate(left, right, [*grads[:4], None], overwrite=overwrite)
+    for expert in range(4):
+        torch.testing.assert_close(grads[expert], expected[expert] + (not overwrite[expert]), **NEAR)
+    assert grads[4].isnan().all(), "a frozen expert is left alone"

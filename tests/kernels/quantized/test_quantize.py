@@ -8,7 +8,7 @@ import torch
 from quant_oracle import NAN, SPECS, check_quantized
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from maingrad.kernels.quantized import Element, QuantSpec, ScaleForm, dequantize, quantize
+from maingrad.kernels.quantized import Element, QuantSpec, ScaleForm, dequantize, quantize, quantize_both
 from maingrad.kernels.quantized.quantize import record_amax
 
 E2M1, E4M3 = Element.E2M1, Element.E4M3
@@ -52,6 +52,7 @@ def test_special_values(name: str) -> None:
         check_quantized(rows[list(wanted)], spec)
 
 
+@pytest.mark.in_turn
 def test_mxfp8_has_the_bits_of_torchao() -> None:
     mx = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor")
     draws = torch.Generator().manual_seed(1)
@@ -99,6 +100,27 @@ def test_what_is_no_matrix() -> None:
     for shape in ((4,), (0, 3), (2, 3, 4)):
         with pytest.raises(ValueError, match="a matrix that has elements"):
             quantize(torch.ones(shape), SPECS["current"])
+
+
+def test_scales_are_given_where_one_is_the_tensors() -> None:
+    x, scale = torch.ones(4, 32), torch.tensor(2.0)
+    found = quantize(x, QuantSpec(Element.E4M3, None, ScaleForm.FP32), scale=scale)
+    assert (found.data.float() == 2).all() and found.scale == 0.5
+    for spec in (
+        QuantSpec(Element.E4M3, (1, 128), ScaleForm.FP32),
+        QuantSpec(Element.E4M3, None, ScaleForm.POWER_OF_TWO),
+        QuantSpec(Element.E4M3, None, ScaleForm.FP32, rotated=True),
+    ):
+        with pytest.raises(ValueError, match="takes a scale where one scale in fp32 is the tensor's"):
+            quantize(x, spec, scale=scale)
+    whole = QuantSpec(Element.E4M3, None, ScaleForm.FP32)
+    with pytest.raises(ValueError, match="records an amax where a scale is given"):
+        quantize_both(x, whole, None, amax=torch.zeros(()))
+    amax = torch.tensor(0.5)
+    rows, columns = quantize_both(-3 * x, whole, whole, scale=scale, amax=amax)
+    assert amax == 3 and rows is not None and columns is not None
+    assert (rows.shape, columns.shape) == ((4, 32), (32, 4)) and (columns.data.float() == -6).all()
+    assert quantize_both(x, None, whole)[0] is None and quantize_both(x, whole, None)[1] is None
 
 
 def test_rows() -> None:

@@ -3,6 +3,7 @@
 import math
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,8 @@ from maingrad.launch.cli import main
 from maingrad.launch.config.file import structure
 from maingrad.launch.config.run import ConfigError
 from maingrad.launch.data.batches import DataError
-from maingrad.launch.plan.dry_run import dry_run
+from maingrad.launch.plan.dry_run import DryRun, _kept, dry_run, dry_run_tables
+from maingrad.launch.plan.plan import plan_run
 from maingrad.launch.plan.tables import format_bytes
 from maingrad.launch.training.train import train
 
@@ -157,3 +159,48 @@ def test_eight_billion_parameters_on_1024_ranks_take_seconds(parallel: str, tmp_
     assert time.process_time() - began < 10.0
     assert planned.plan.parameters.total == 8_030_261_248
     assert planned.checkpoint_bytes == 14 * planned.plan.parameters.total
+
+
+@pytest.mark.parametrize(
+    ("steps", "save_every", "keep", "count"),
+    [
+        (10, 3, {}, 4),
+        (10, 5, {}, 2),
+        (100, 5, {"keep_last": 2}, 3),
+        (10, 5, {"keep_last": 4}, 2),
+        (100, 5, {"keep_last": 2, "keep_every": 20}, 3 + 5),
+        (100, 6, {"keep_last": 1, "keep_every": 20}, 2 + 1),
+        (100, 6, {"keep_last": 1, "keep_every": 120}, 2),
+    ],
+)
+def test_checkpoints_on_disk(tmp_path: Path, steps: int, save_every: int, keep: dict[str, int], count: int):
+    config = tiny_config(tmp_path, train={"steps": steps, "save_every": save_every}, checkpoint=keep)
+    run = DryRun(SimpleNamespace(config=config), 1000, 1024, None)  # type: ignore[arg-type]
+    assert _kept(run) == f"{count}: {count}.0 KiB"
+
+
+@pytest.mark.parametrize("save_every", [None, 4])
+def test_figures_of_a_run_by_hand(tmp_path: Path, save_every: int | None):
+    """24 sequences of 24 tokens a step, over four ranks in two instances and two microbatches."""
+    config = tiny_config(tmp_path, parallel="hybrid", train={"steps": 1200, "save_every": save_every})
+    plan = plan_run(config, 4)
+    *_, table = dry_run_tables(DryRun(plan, 864, 3000, Path("a/folder") if save_every else None))
+    assert table.title == "the run: 1,200 steps on 4 rank(s)"
+    rows = dict(zip(*(list(column.cells) for column in table.columns), strict=True))
+    expected = {
+        "parameters": f"{plan.parameters.total:,}",
+        "bytes on each rank, at rest": format_bytes(plan.rank_bytes.total),
+        "microbatches of a step": "2 of 3 x 24",
+        "tokens of a step": "576",
+        "tokens of the training data": "864",
+        "steps of an epoch": "1.5",
+        "epochs of the run": "800.00",
+        "bytes of a checkpoint": "2.9 KiB",
+    }
+    if save_every:
+        expected |= {
+            "written by a rank": "1.5 KiB",
+            "checkpoints on disk, at most": f"300: {format_bytes(900_000)}",
+            "goes on from": "a/folder",
+        }
+    assert rows == expected

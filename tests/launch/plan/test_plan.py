@@ -334,6 +334,29 @@ def test_tables_of_every_form(tmp_path: Path):
     assert "parameters are gathered bottom up, in the optimizer's step" in late
 
 
+def test_headings_say_what_ranks_and_rows_are(tmp_path: Path):
+    for parallel, rows, over in (
+        ("zero1", "#", ["over 8 ranks"]),
+        ("hybrid", "#", ["over the 4 ranks of an instance", "over 2 instances"]),
+        ("fsdp", "unit", ["over 8 ranks"]),
+    ):
+        plan = plan_run(tiny_config(tmp_path, parallel=parallel, train={"global_batch_size": 16}), 8)
+        placements, buckets, collectives, _ = plan_tables(plan)
+        assert [str(column.header) for column in placements.columns] == ["at rest", *over]
+        assert [str(table.columns[0].header) for table in (buckets, collectives)] == [rows, rows]
+    console = Console(width=96, record=True, file=StringIO())
+    console.print(buckets)
+    assert "…" not in console.export_text(), "a narrow terminal cuts no name off"
+
+
+def test_moments_of_muon_are_one_for_each_element_of_a_matrix(tmp_path: Path):
+    config = tiny_config(tmp_path, parallel="fsdp", optimizer={"name": "muon"})
+    model = build_model(config.model, seed=0)
+    matrices = sum(model.get_parameter(name).numel() for name in config.optimizer.muon_of(model).matrices)
+    rest = sum(parameter.numel() for parameter in model.parameters()) - matrices
+    assert rest > 0 and plan_run(config, 1).rank_bytes.moments == 4 * matrices + 8 * rest
+
+
 def test_a_thousand_ranks_without_a_process_group(tmp_path: Path):
     text = printed(tmp_path, 1024)
     assert not dist.is_initialized()

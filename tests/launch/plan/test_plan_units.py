@@ -176,6 +176,58 @@ def test_units_of_four_blocks_fill_the_peaks(tmp_path: Path):
     assert plan.peak_grads == outermost.grad_nbytes + 2 * block.grad_nbytes
 
 
+@pytest.mark.parametrize(
+    ("fsdp", "microbatches", "keeps_params", "keeps_grads"),
+    [
+        ({}, 2, False, False),
+        ({"reshard_after_forward": False}, 2, True, False),
+        ({"placements": "zero2"}, 2, True, False),
+        ({"placements": "zero1"}, 1, True, True),
+        ({"reduce_every_microbatch": False}, 2, False, True),
+        ({"reduce_every_microbatch": False}, 1, False, False),
+    ],
+)
+def test_peaks_are_the_whole_model_where_it_is_kept(
+    tmp_path: Path, fsdp: dict[str, Any], microbatches: int, keeps_params: bool, keeps_grads: bool
+):
+    model, train = {"num_layers": 4, "param_dtype": "bfloat16"}, {"num_microbatches": microbatches}
+    plan = plan_run(tiny_config(tmp_path, parallel="fsdp", fsdp=fsdp, model=model, train=train), 2)
+    outermost, *blocks = plan.units
+    block = blocks[0]
+    assert [unit.param_nbytes for unit in blocks] == [block.param_nbytes] * 4
+    assert plan.peak_params == outermost.param_nbytes + (4 if keeps_params else 2) * block.param_nbytes
+    assert plan.peak_grads == outermost.grad_nbytes + (4 if keeps_grads else 2) * block.grad_nbytes
+
+
+@pytest.mark.parametrize(
+    ("fsdp", "forward", "backward", "reductions"),
+    [
+        ({}, [1, 1, 3, 3], [0, 3, 3, 0], 3),
+        ({"reshard_after_forward": False}, [1, 1, 3, 3], [0, 0, 0, 0], 3),
+        ({"placements": "zero2"}, [1, 1, 1, 1], [0, 0, 0, 0], 3),
+        ({"placements": "zero1"}, [1, 1, 1, 1], [0, 0, 0, 0], 1),
+        ({"reduce_every_microbatch": False}, [1, 1, 3, 3], [0, 3, 3, 0], 1),
+    ],
+)
+def test_gathers_and_reductions_of_three_microbatches(
+    tmp_path: Path, fsdp: dict[str, Any], forward: list[int], backward: list[int], reductions: int
+):
+    """The first unit stays from microbatch to microbatch, the last one from forward to backward, the outermost both."""
+    model, train = {"num_layers": 3, "delay_wgrad_layers": 1}, {"num_microbatches": 3}
+    plan = plan_run(tiny_config(tmp_path, parallel="fsdp", fsdp=fsdp, model=model, train=train), 2)
+    assert [unit.gathers_in_forward for unit in plan.units] == forward
+    assert [unit.gathers_in_backward for unit in plan.units] == backward
+    for unit in plan.units:
+        counts = [1 if bucket.layout.delayed else reductions for bucket in unit.buckets]
+        assert list(unit.reductions) == counts
+        sent = [bucket.traffic for bucket in unit.buckets]
+        gathers = unit.gathers_in_forward + unit.gathers_in_backward
+        assert unit.traffic.gather == gathers * sum(each.gather for each in sent) > 0
+        once = zip(counts, sent, strict=True)
+        assert unit.traffic.reduce_inside == sum(count * each.reduce_inside for count, each in once) > 0
+    assert any(bucket.layout.delayed for unit in plan.units for bucket in unit.buckets)
+
+
 HELD = {"reduce_every_microbatch": False}
 EXPERTS = {"num_experts": 4, "top_k": 2, "expert_ffn_dim": 16, "param_dtype": "bfloat16", "num_layers": 4}
 

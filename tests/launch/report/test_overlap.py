@@ -199,6 +199,52 @@ def test_the_picture_has_one_axis_of_time(tmp_path: Path) -> None:
     assert len({tuple(pixel) for row in image[::10, ::10] for pixel in row}) > 10, "an empty picture"
 
 
+def test_bars_lie_where_the_spans_do() -> None:
+    """In ms, on the lanes of the Chrome trace: reductions in the upper half of theirs, gathers in the lower."""
+    axes = draw_step(TIMELINE).axes[0]
+    bars = {
+        group.get_label(): [
+            tuple(round(float(number), 3) for number in (*bar.get_xy(), bar.get_width(), bar.get_height()))
+            for bar in group.patches
+        ]
+        for group in axes.containers
+    }
+    assert bars == {
+        "forward": [(15000.0, -0.4, 5000.0, 0.8)],
+        "backward with reductions": [(0.0, -0.4, 10000.0, 0.8)],
+        "optimizer": [(14000.0, -0.4, 1000.0, 0.8)],
+        "computation waits": [
+            (10000.0, 0.6, 0.0, 0.8),
+            (10000.0, 0.6, 3000.0, 0.8),
+            (13000.0, 0.6, 1000.0, 0.8),
+            (16000.0, 0.6, 2000.0, 0.8),
+        ],
+        "ready, until launched": [
+            (1500.0, 1.6, 500.0, 0.12),
+            (7500.0, 2.6, 500.0, 0.12),
+            (9500.0, 3.6, 500.0, 0.12),
+        ],
+        "collective, exposed": [
+            (2000.0, 1.6, 4000.0, 0.4),
+            (8000.0, 2.6, 5000.0, 0.4),
+            (10000.0, 3.6, 4000.0, 0.4),
+            (15000.0, 4.0, 3000.0, 0.4),
+        ],
+        "collective under computation": [
+            (2000.0, 1.6, 4000.0, 0.4),
+            (8000.0, 2.6, 2000.0, 0.4),
+            (15000.0, 4.0, 1000.0, 0.4),
+        ],
+    }
+    bottom, top = axes.get_ylim()
+    assert (bottom, top) == (4.5, -0.6), "the first lane is the uppermost"
+
+
+def test_shares_of_less_than_a_millisecond() -> None:
+    short = timeline((3.9998, 4.0002))
+    assert hidden_share(bucket_times(short, "buckets")) == pytest.approx(0.5)
+
+
 def test_the_picture_of_sharded_parameters() -> None:
     """The reduction of a unit and its gathers share a lane; a frozen unit has one for its gathers."""
     spans = sharded()

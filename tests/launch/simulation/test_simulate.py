@@ -268,3 +268,131 @@ def test_a_thousand_small_simulations_take_seconds():
     for seed in range(100):
         assert simulate(steps, 4, 1, seed=seed) == [[0], [1], [2], [3]]
     assert time.perf_counter() - start < 6.0  # 0.25 s on one idle core
+
+
+def test_the_store_is_one_for_all_ranks_and_keeps_bytes():
+    """As torch's own stores: counters are digits, and a missing key compares as empty."""
+
+    def fn() -> list[Any]:
+        store = dist.distributed_c10d._get_default_store()
+        found: list[Any] = [store.check([]), store.check(["a"])]
+        store.set("a", b"\x00\xff")
+        store.set("b", "text")
+        found += [store.check(["a", "b"]), store.check(["a", "c"]), store.num_keys(), store.get("a"), store.get("b")]
+        found += [store.add("n", 3), store.add("n", -1), store.get("n")]
+        found += [store.compare_set("a", "wrong", "new"), store.compare_set("c", "", "new"), store.get("c")]
+        found += [store.compare_set("d", "expected", "new"), store.check(["d"])]
+        found += [store.delete_key("a"), store.delete_key("a"), store.check(["a"]), store.num_keys()]
+        store.wait(["b", "c"])
+        return found
+
+    (found,) = simulate(fn, 1)
+    assert found == [
+        *(True, False, True, False, 2, b"\x00\xff", b"text"),
+        *(3, 2, b"2"),
+        *(b"\x00\xff", b"new", b"new"),
+        *(b"expected", False),
+        *(True, False, False, 3),
+    ]
+
+
+def test_a_store_waits_for_each_of_its_keys_on_ranks_alone():
+    stores: list[Any] = []
+
+    def fn() -> int:
+        store = dist.distributed_c10d._get_default_store()
+        stores.append(store)
+        if dist.get_rank() == 0:
+            store.wait(["one", "two"])
+            return int(store.num_keys())
+        store.set("one", "")
+        dist.barrier(dist.new_group([1], use_local_synchronization=True))
+        store.set("two", "")
+        return 0
+
+    for seed in range(3):
+        assert simulate(fn, 2, seed=seed)[0] >= 2
+    with pytest.raises(RuntimeError, match="a thread that is not a simulated rank waits for the store"):
+        stores[-1].get("one")
+
+
+def test_handles_of_work():
+    """Results, success and sources, before and after completion; ``synchronize`` waits as ``wait`` does."""
+
+    def fn() -> None:
+        rank, ones = dist.get_rank(), torch.ones(2)
+        work = dist.all_reduce(ones, async_op=True)
+        work.synchronize()
+        assert ones.tolist() == [2.0, 2.0] and work.is_success() and work.is_completed() and work.exception() is None
+        assert work.result()[0] is ones
+        again = dist.all_reduce(ones, async_op=True)
+        again.block_current_stream()
+        assert ones.tolist() == [4.0, 4.0] and again.wait()
+        with pytest.raises(RuntimeError, match="known for a receive that has completed only"):
+            work.source_rank()
+        if rank == 0:
+            dist.send(ones, 1)
+        else:
+            received = torch.zeros(2)
+            work = dist.irecv(received)
+            assert work is not None
+            work.wait()
+            assert received.tolist() == [4.0, 4.0] and work.source_rank() == 0
+            waiting = dist.irecv(torch.zeros(1), 0, tag=3)
+            assert waiting is not None and not waiting.is_success()
+        dist.barrier()
+        if rank == 0:
+            dist.send(ones[:1], 1, tag=3)
+
+    simulate(fn, 2, order=max)
+    simulate(fn, 2, order=min)
+
+
+def test_groups_belong_to_their_rank():
+    groups: list[Any] = []
+
+    def fn() -> None:
+        group: Any = dist.group.WORLD
+        groups.append(group)
+        dist.barrier()
+        rank = dist.get_rank()
+        assert (group.rank(), group.size(), group.getBackendName(), group.group_name) == (
+            rank,
+            2,
+            "simulated",
+            "default",
+        )
+        assert group.group_desc == "default_pg" and repr(group) == (
+            f"SimulatedProcessGroup(rank {rank} of group 'default' (ranks 0, 1))"
+        )
+        other = next(each for each in groups if each is not group)
+        with pytest.raises(RuntimeError, match=f"rank {rank} uses a process group of simulated rank {1 - rank}"):
+            other.own_rank()
+
+    simulate(fn, 2)
+    with pytest.raises(RuntimeError, match="a thread that is not a simulated rank uses"):
+        groups[0].own_rank()
+
+
+def test_default_tags_of_sends_and_receives_are_zero():
+    def fn() -> float:
+        group: Any = dist.group.WORLD
+        here = torch.full((1,), float(dist.get_rank()))
+        if dist.get_rank() == 0:
+            group.send([here], 1).wait()
+            dist.send(here + 5, 1, tag=0)
+            group.send([here + 7], 1, 0).wait()
+            return 0.0
+        dist.recv(here, 0, tag=0)
+        first = here.item()
+        group.recv([here], 0).wait()
+        second = here.item()
+        group.recv_anysource([here]).wait()
+        return 100 * first + 10 * second + here.item()
+
+    assert simulate(fn, 2) == [0.0, 57.0]
+
+
+def test_less_than_one_rank_is_refused():
+    with pytest.raises(ValueError, match="world_size must be at least 1, got 0"):
+        simulate(dist.get_rank, 0)

@@ -1,9 +1,12 @@
 """`maingrad tune`: which configuration is chosen, and the table that is written."""
 
 import csv
+import operator
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +17,9 @@ from maingrad.kernels import grouped_wgrad_accumulate, tuning
 from maingrad.kernels.grouped.gemm_triton import GEMM_CANDIDATES, GemmConfig, default_gemm_config
 from maingrad.kernels.grouped.wgrad_config import WGRAD_CANDIDATES, WgradConfig, default_wgrad_config
 from maingrad.kernels.tuning import CUBLAS, Problem, gpu_name, load_tuning_table, tuned_config
+from maingrad.launch.config.error import ConfigError
 from maingrad.launch.tuning import tune as tune_kernels
-from maingrad.launch.tuning.problems import GroupedOperands, error_of
+from maingrad.launch.tuning.problems import DENSE_OPS, GROUPED_OPS, GroupedOperands, error_of, triton_version
 from maingrad.launch.tuning.tune import Timing, describe, fastest, plan_work, tune, write_tuning
 
 CPU = torch.device("cpu")
@@ -201,3 +205,146 @@ def test_a_wrong_candidate_is_not_timed(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setattr(tune_kernels, "cublas_wgrad", lambda *_, overwrite: None)
     with pytest.raises(RuntimeError, match=r"overwrite \(\d, 64, 32, 16\) .*: relative error nan"):
         tune(plan_work(("grouped_wgrad_overwrite", "wgrad_overwrite"), (shape,)), CPU, tmp_path)
+
+
+# ---- The runs that are measured. ----
+
+
+def operands_of(*shape: int) -> GroupedOperands:
+    return GroupedOperands(*(shape or (4, 64, 32, 16)), torch.bfloat16, CPU)
+
+
+def test_split_sizes_are_uneven_and_use_all_rows() -> None:
+    operands = operands_of(8, 1024, 16, 8)
+    assert sum(operands.sizes) == 1024 and not any(size % 16 for size in operands.sizes)
+    assert len(set(operands.sizes)) > 1 and operands.sizes == operands_of(8, 1024, 16, 8).sizes
+    assert operands.offsets.tolist() == [sum(operands.sizes[:expert]) for expert in range(9)]
+    assert [part.stop - part.start for part in operands.slices] == operands.sizes
+    assert operands.problem("an_op") == Problem("an_op", "bfloat16", 8, 1024, 16, 8)
+    assert operands_of(1, 512, 16, 8).sizes == [512]
+
+
+def test_each_operation_runs_its_kernel_on_its_operands(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = operands_of()
+    ran: list[tuple[Any, ...]] = []
+    for name in ("grouped_gemm_triton", "grouped_wgrad_triton", "cublas_wgrad"):
+        monkeypatch.setattr(
+            tune_kernels, name, lambda *given, _name=name, **how: ran.append((_name, given, how)), raising=True
+        )
+
+    def runs(op: str) -> list[str]:
+        found = dict((tune_kernels._dense_runs if op in DENSE_OPS else tune_kernels._grouped_runs)(op, made))
+        ran.clear()
+        for run in found.values():
+            run()
+        return list(found)
+
+    for op, transposed in (("grouped_linear", True), ("grouped_dgrad", False)):
+        assert runs(op) == [describe(config) for config in GEMM_CANDIDATES]
+        source, result = (made.x, made.y) if transposed else (made.dy, made.dx)
+        for (name, given, how), config in zip(ran, GEMM_CANDIDATES, strict=True):
+            assert name == "grouped_gemm_triton" and how == {"transposed": transposed} and given[4] == config
+            assert all(map(operator.is_, given[:4], (source, made.weights, made.offsets, result)))
+    for op, overwrite in (("grouped_wgrad_accumulate", False), ("grouped_wgrad_overwrite", True)):
+        assert runs(op) == [describe(config) for config in WGRAD_CANDIDATES]
+        for (_, given, _), config in zip(ran, WGRAD_CANDIDATES, strict=True):
+            assert all(map(operator.is_, given[:4], (made.dy, made.x, made.grads, made.offsets)))
+            assert given[4:] == (overwrite, config)
+    for op, overwrite in (("wgrad_accumulate", False), ("wgrad_overwrite", True)):
+        loaded = [config for config in WGRAD_CANDIDATES if config.tma]
+        assert runs(op) == [CUBLAS, *map(describe, loaded)]
+        assert ran[0][0] == "cublas_wgrad" and ran[0][2] == {"overwrite": overwrite}
+        assert torch.equal(ran[0][1][2], made.grads[0]) and ran[0][1][2].data_ptr() == made.grads.data_ptr()
+        assert [given[3:] for _, given, _ in ran[1:]] == [(None, overwrite, config) for config in loaded]
+
+
+def test_configurations_that_do_not_fit_are_left_out_and_wrong_ones_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.runtime.errors import OutOfResources
+
+    errors: dict[str, Any] = {"fits": 3e-3, "large": OutOfResources(2, 1, "shared memory"), "exact": 0.0}
+
+    def check(self: GroupedOperands, op: str, run: Callable[[], None]) -> float:
+        error = errors[run]  # type: ignore[index]
+        if isinstance(error, Exception):
+            raise error
+        return float(error)
+
+    monkeypatch.setattr(GroupedOperands, "check", check)
+    runs: Any = {name: name for name in errors}
+    assert list(tune_kernels._checked("grouped_linear", operands_of(), runs)) == ["fits", "exact"]
+    assert list(tune_kernels._checked("grouped_dgrad", operands_of(), runs)) == ["fits", "exact"]
+    with pytest.raises(RuntimeError, match=r"grouped_wgrad_overwrite \(4, 64, 32, 16\) fits: relative error 0.003"):
+        tune_kernels._checked("grouped_wgrad_overwrite", operands_of(), runs)
+    with pytest.raises(RuntimeError, match="no configuration fits the shared memory of none"):
+        tune_kernels._checked("grouped_linear", operands_of(), {"large": "large"})  # type: ignore[dict-item]
+
+
+def test_results_are_checked_against_fp64_over_what_was_there() -> None:
+    """Sums are added to ones, all else is written over NaN; the largest and the smallest expert are looked at."""
+    made = operands_of()
+    order = sorted(range(4), key=made.sizes.__getitem__)
+
+    def forward(of: str) -> None:
+        for expert, rows in enumerate(made.slices):
+            weight = made.weights[expert]
+            made.y[rows], made.dx[rows] = made.x[rows] @ weight.t(), made.dy[rows] @ weight
+
+    assert made.check("grouped_linear", lambda: forward("y")) < 1e-2
+    assert made.check("grouped_dgrad", lambda: forward("dx")) < 1e-2
+    assert made.check("grouped_linear", lambda: None) != made.check("grouped_linear", lambda: None), "NaN"
+
+    def accumulate(twice: int | None = None) -> None:
+        grouped_wgrad_accumulate(made.dy, made.x, made.grads, made.offsets)
+        if twice is not None:
+            made.grads[twice] *= 2
+
+    assert made.check("grouped_wgrad_accumulate", accumulate) < 1e-6
+    for expert in (order[0], order[-1]):
+        assert made.check("grouped_wgrad_accumulate", lambda: accumulate(expert)) == pytest.approx(1.0)  # noqa: B023
+    assert not made.check("grouped_wgrad_overwrite", accumulate) < 1
+
+
+@pytest.mark.usefixtures("nothing_loaded_stays")
+def test_a_run_that_is_stopped_leaves_the_shapes_before(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def measure(shape: Any, ops: Any, device: Any, log: Any) -> list[Timing]:
+        if shape[0] == 2:
+            raise KeyboardInterrupt
+        return [Timing(DENSE._replace(op=op), CUBLAS, 1.0) for op in ops]
+
+    monkeypatch.setattr(tune_kernels, "_tune_shape", measure)
+    with pytest.raises(KeyboardInterrupt):
+        tune([((1, 16, 16, 8), DENSE_OPS), ((2, 16, 16, 8), ("grouped_linear",))], CPU, tmp_path)
+    load_tuning_table(tmp_path / "tuned.csv")
+    assert tuned_config("none", DENSE) == CUBLAS
+    with (tmp_path / "tuned.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert {row["op"] for row in rows} == set(DENSE_OPS)
+    assert {(row["gpu"], row["torch"], row["triton"]) for row in rows} == {
+        ("none", torch.__version__, triton_version())
+    }
+    assert rows[0]["date"] == time.strftime("%Y-%m-%d")
+
+
+def test_shapes_and_operations_that_go_together() -> None:
+    assert plan_work((), ("1x16x16x8", "2x32x48x24")) == [((1, 16, 16, 8), DENSE_OPS), ((2, 32, 48, 24), GROUPED_OPS)]
+    assert plan_work(("grouped_dgrad",), ("1x16x16x8", "2x32x48x24")) == [((2, 32, 48, 24), ("grouped_dgrad",))]
+    assert {len(ops) for _, ops in plan_work((), ())} == {2, 4}
+    with pytest.raises(ConfigError, match="leave nothing to tune"):
+        plan_work(DENSE_OPS, ("2x32x48x24",))
+    with pytest.raises(ConfigError, match="'gemm' has no table; choose from grouped_linear"):
+        plan_work(("gemm",), ())
+    for text in ("1x16x16", "1x16x16x8x8", "0x16x16x8", "1x16x16x-8", "axbxcxd"):
+        with pytest.raises(ConfigError, match=r"is not EXPERTSxROWSxNxK"):
+            plan_work((), (text,))
+    for text in ("1x17x16x8", "1x16x24x8", "1x16x16x12"):
+        with pytest.raises(ConfigError, match=f"'{text}' needs rows and N in multiples of 16, and K of 8"):
+            plan_work((), (text,))
+
+
+def test_a_configuration_is_liked_by_the_problems_of_its_operation_alone() -> None:
+    other = SMALL._replace(op="grouped_linear")
+    timings = [Timing(SMALL, ONE, 1.0), Timing(SMALL, OTHER, 0.999)]
+    timings += [Timing(other._replace(n=n), ONE, 1.0) for n in (16, 32, 64)]
+    assert fastest(timings)[SMALL].config == OTHER
+    far = [Timing(SMALL, ONE, 1.02), Timing(SMALL, OTHER, 1.0), Timing(LARGE, ONE, 1.0)]
+    assert fastest(far)[SMALL].config == OTHER, "2 % are no noise"

@@ -1,0 +1,102 @@
+"""Bytes of one bucket on one rank, worked out by hand: the rows of ``rank_bytes.py``'s table. No model, no ranks."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from maingrad.ddp import DistributedDataParallelConfig
+from maingrad.ddp.collectives.reduction import PLACEMENTS, placements_of
+from maingrad.ddp.plan.layout import ParamSpec, plan_gradients
+from maingrad.launch.plan.rank_bytes import PlacedBucket, RankBytes, rank_bytes
+
+ZERO1 = placements_of(DistributedDataParallelConfig(use_distributed_optimizer=True))
+DDP = placements_of(DistributedDataParallelConfig(use_distributed_optimizer=False))
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+def bucket(
+    numel: int = 1024, *, degree: int = 4, params: torch.dtype = BF16, grads: torch.dtype = FP32, **fields: Any
+) -> PlacedBucket:
+    spec = ParamSpec(name="w", shape=(numel,), param_dtype=params, grad_dtype=grads)
+    (layout,) = plan_gradients([spec], shard_degree=degree).buckets
+    given: dict[str, Any] = {"placements": ZERO1, "inner_size": 4, "states": {"w": 2}, **fields}
+    return PlacedBucket(layout=layout, **given)
+
+
+def of(**fields: Any) -> tuple[int, ...]:
+    """Parameters, gradients, masters and moments of a rank, of 1,024 elements in 4 shards unless ``fields`` say so."""
+    return tuple(rank_bytes([bucket(**fields)]))
+
+
+FSDP = {"own_shards": True, "placements": PLACEMENTS["zero3"]}
+SHARD = 1024 // 4
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, (2048, 4096, 4 * SHARD, 8 * SHARD)),
+        ({"params": FP32}, (4096, 4096, 0, 8 * SHARD)),
+        ({"placements": DDP, "degree": 1}, (2048, 4096, 4096, 8192)),
+        ({"grads": BF16}, (2048, 2048, 4 * SHARD, 8 * SHARD)),
+        ({"releases_grads": True}, (2048, 4 * SHARD, 4 * SHARD, 8 * SHARD)),
+        ({"compact": BF16}, (2048, 4096, 2 * SHARD, 4 * SHARD)),
+        ({"compact": BF16, "params": FP32}, (4096, 4096, 0, 4 * SHARD)),
+        ({"compact": BF16, "params": torch.float16}, (2048, 4096, 4 * SHARD, 4 * SHARD)),
+        ({"compact": torch.uint8}, (2048, 4096, 2 * SHARD, 2 * SHARD + 2 * 4)),
+        ({"states": {"w": 1}}, (2048, 4096, 4 * SHARD, 4 * SHARD)),
+        ({"trainable": False}, (2048, 0, 4 * SHARD, 8 * SHARD)),
+        (FSDP, (0, 4 * SHARD, 4 * SHARD, 8 * SHARD)),
+        ({**FSDP, "params": FP32}, (0, 4 * SHARD, 4 * SHARD, 8 * SHARD)),
+        ({**FSDP, "grads": BF16}, (0, 2 * SHARD + 4 * SHARD, 4 * SHARD, 8 * SHARD)),
+        ({**FSDP, "grads": BF16, "compact": BF16}, (0, 2 * SHARD, 2 * SHARD + 2 * SHARD, 4 * SHARD)),
+        ({**FSDP, "compact": torch.uint8}, (0, 4 * SHARD, 2 * SHARD + 2 * SHARD, 2 * SHARD + 2 * 4)),
+        ({**FSDP, "outer_size": 2}, (0, 4 * SHARD + 4 * SHARD, 4 * SHARD, 8 * SHARD)),
+        ({**FSDP, "trainable": False}, (0, 0, 4 * SHARD, 0)),
+        ({**FSDP, "placements": PLACEMENTS["zero2"]}, (2048, 4 * SHARD, 4 * SHARD, 8 * SHARD)),
+        ({**FSDP, "placements": PLACEMENTS["zero1"]}, (2048, 4096 + 4 * SHARD, 4 * SHARD, 8 * SHARD)),
+        (
+            {**FSDP, "placements": PLACEMENTS["hsdp_zero1"], "outer_size": 2, "degree": 8},
+            (2048 // 4, 4 * 128 + 4096 // 4, 4 * 128, 8 * 128),
+        ),
+        ({**FSDP, "placements": PLACEMENTS["hsdp_zero1"]}, (0, 4 * SHARD, 4 * SHARD, 8 * SHARD)),
+    ],
+)
+def test_bytes_of_a_rank(fields: dict[str, Any], expected: tuple[int, ...]) -> None:
+    assert of(**fields) == expected
+
+
+def test_padding_has_state_in_parts_of_whole_tensors_alone() -> None:
+    """1,000 elements on 4 ranks; the padding is at the end, on the last rank."""
+    whole, own = bucket(1000), bucket(1000, **FSDP)
+    size = whole.layout.numel // 4
+    assert whole.layout.padding > 0 and whole.held_numels == [size] * 4 and whole.moment_numels == [2 * size] * 4
+    last = 1000 - 3 * size
+    assert own.held_numels == [size, size, size, last] and own.moment_numels == [2 * size] * 3 + [2 * last]
+    assert own.moment_blocks == [2 * -(-size // 256)] * 3 + [2 * -(-last // 256)]
+    assert bucket(1000, trainable=False, **FSDP).held_numels == [0] * 4
+
+
+def test_the_fullest_rank_counts() -> None:
+    """Of moments and remainders together; slices have fewer shards, each of which lies on one rank of every slice."""
+    two, four = bucket(512, degree=2, inner_size=2), bucket(1024, degree=4)
+    assert rank_bytes([two, four]) == RankBytes(1024 + 2048, 2048 + 4096, 4 * 256 + 4 * 256, 8 * 256 + 8 * 256)
+    uneven = bucket(1000, compact=torch.bfloat16, **FSDP)
+    size = uneven.layout.numel // 4
+    assert rank_bytes([uneven])[2:] == (2 * size + 2 * size, 4 * size)
+    assert rank_bytes([]) == (0, 0, 0, 0) and rank_bytes([two]).total == 1024 + 2048 + 1024 + 2048
+    # The first ranks have 2-state elements of w, the last ones of v with none: w's ranks are the fullest.
+    specs = [ParamSpec(name=name, shape=(512,), param_dtype=BF16, grad_dtype=FP32) for name in ("w", "v")]
+    (layout,) = plan_gradients(specs, shard_degree=2).buckets
+    mixed = PlacedBucket(layout=layout, placements=ZERO1, inner_size=2, states={"w": 2, "v": 0})
+    assert sorted(mixed.moment_numels) == [0, 1024] and mixed.held_numels == [512, 512]
+    assert rank_bytes([mixed]).moments == 4 * 1024
+
+
+@pytest.mark.parametrize("placements", ["zero2", "zero3"])
+def test_frozen_buckets_send_no_gradients(placements: str) -> None:
+    frozen = bucket(placements=PLACEMENTS[placements], own_shards=True, trainable=False)
+    assert (frozen.grad_nbytes, frozen.kept_grads, frozen.traffic.reduce_inside) == (0, 0, 0)
+    assert frozen.traffic.gather == 2048 * 3 // 4
+    assert bucket(wire_dtype=BF16, inner_size=1).traffic.scratch == 0
