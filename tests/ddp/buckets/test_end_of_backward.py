@@ -2,7 +2,7 @@
 
 import copy
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
+from maingrad.ddp.buckets import iteration_ends
 from maingrad.launch import simulate
 from maingrad.te_integration import Linear, WgradQueue, delayed_wgrad
 
@@ -321,3 +322,62 @@ def test_what_was_reduced_before_a_second_backward_is_freed_when_it_is_added() -
 
     once = train()
     assert train() == once
+
+
+class Watcher(iteration_ends.IterationWatcher):
+    """Notes what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[Any, ...]] = []
+
+    def ended(self, model: nn.Module, axes: Sequence[dist.ProcessGroup], trained: Collection[int]) -> None:
+        assert all(map(iteration_ends.was_trained_in, trained))
+        self.told.append(("ended", model, len(trained)))
+
+    def stepped(self, model: nn.Module, found_inf: Tensor | None) -> None:
+        self.told.append(("stepped", model, found_inf))
+
+    def discarded(self, model: nn.Module, *, skipped: bool) -> None:
+        self.told.append(("discarded", model, skipped))
+
+
+def test_watchers_are_told_of_each_end_step_and_discard_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(iteration_ends, "_watchers", [])
+    model, watcher = nn.Sequential(nn.Linear(5, 2)), Watcher()
+    before = iteration_ends.num_changes()
+    assert not iteration_ends.is_watched()
+    for _ in range(2):
+        iteration_ends.watch_iterations(watcher)
+    assert iteration_ends.is_watched()
+    assert not iteration_ends.is_in_wrapper(model[0])
+    ddp = DistributedDataParallel(model)
+    assert iteration_ends.is_in_wrapper(model[0])
+    assert iteration_ends.num_changes() > before
+    x = torch.ones(3, 5)
+    with ddp.no_sync():
+        ddp(x).sum().backward()
+    ddp(x).sum().backward()
+    ddp.finish_grad_sync()
+    ddp.finish_grad_sync()
+    assert watcher.told == [("ended", model, 2)]
+    ddp.zero_grad()
+    ddp.zero_grad()
+    assert watcher.told[1:] == [("discarded", model, False)], "nobody trains it, as far as one knows"
+    watcher.told.clear()
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    first = iteration_ends.forward_number()
+    ddp(x).sum().backward()
+    assert iteration_ends.forward_number() > first
+    optimizer.step()
+    optimizer.zero_grad()
+    ddp(x)
+    assert watcher.told == [("ended", model, 1), ("stepped", model, None), ("discarded", model, True)]
+    watcher.told.clear()
+    ddp(x).sum().backward()
+    ddp.zero_grad()  # before anything was reduced
+    assert watcher.told == []
+    ddp(x).sum().backward()
+    before = iteration_ends.num_changes()
+    ddp.unwrap()
+    assert iteration_ends.num_changes() > before
+    assert not iteration_ends.is_in_wrapper(model[0])

@@ -148,3 +148,46 @@ def test_a_schedule_that_failed_leaves_the_wrapper_as_it_was(at: int) -> None:
     for weight, bias in simulate(on_rank, 2):
         assert (weight == 3).all()  # the mean over ranks of two rows of 1, and of 2
         assert (bias == 2).all()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_module_that_is_called_without_its_wrapper_begins_an_iteration_too(overlap: bool) -> None:
+    """Where every ``.grad`` was set to None: the gradients of before are gone."""
+    model = make_model(fuse=False)
+    twin = plain_twin(model)
+    ddp = wrap(model, overlap_grad_reduce=overlap)
+    first, second = make_batches(2)
+    loss_of(ddp, first).backward()
+    assert all(param.grad.norm() > 0 for param in ddp.parameters())
+    for param in ddp.parameters():
+        param.grad = None
+    loss_of(ddp.module, second).backward()
+    loss_of(twin, second).backward()
+    assert_same({name: param.grad.clone() for name, param in ddp.module.named_parameters()}, plain_grads(twin))
+
+
+def test_a_fused_layer_that_is_called_without_its_wrapper_may_have_added_already() -> None:
+    ddp = wrap(make_model())
+    first, second = make_batches(2)
+    loss_of(ddp, first).backward()
+    for param in ddp.parameters():
+        param.grad = None
+    with pytest.raises(RuntimeError, match=r"parameter '3.weight' got a gradient after every .grad was set to None"):
+        loss_of(ddp.module, second).backward()
+
+
+def test_gradients_are_discarded_when_all_parts_have_given_the_iteration_up() -> None:
+    ddp = wrap(make_model())
+    parts, (first, *_, last) = ddp.grad_parts, ddp.module
+    for part in (first, last):
+        parts.begin(part, part.parameters())
+    with parts.backward(first, final=False):
+        loss_of(ddp, make_batches(1)[0]).backward()
+    iteration = parts.iteration
+    assert not parts.is_clear
+    parts.abandon(first)
+    assert not parts.is_clear
+    parts.abandon(last)
+    assert parts.is_clear
+    assert parts.num_open == 0
+    assert parts.iteration == iteration + 1
