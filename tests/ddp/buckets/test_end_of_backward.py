@@ -2,7 +2,7 @@
 
 import copy
 import gc
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from watching import Watcher
 
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from maingrad.ddp.buckets import iteration_ends
@@ -322,23 +323,6 @@ def test_what_was_reduced_before_a_second_backward_is_freed_when_it_is_added() -
 
     once = train()
     assert train() == once
-
-
-class Watcher(iteration_ends.IterationWatcher):
-    """Notes what it is told."""
-
-    def __init__(self) -> None:
-        self.told: list[tuple[Any, ...]] = []
-
-    def ended(self, model: nn.Module, axes: Sequence[dist.ProcessGroup], trained: Collection[int]) -> None:
-        assert all(map(iteration_ends.was_trained_in, trained))
-        self.told.append(("ended", model, len(trained)))
-
-    def stepped(self, model: nn.Module, found_inf: Tensor | None) -> None:
-        self.told.append(("stepped", model, found_inf))
-
-    def discarded(self, model: nn.Module, *, skipped: bool) -> None:
-        self.told.append(("discarded", model, skipped))
 
 
 def test_watchers_are_told_of_each_end_step_and_discard_once(monkeypatch: pytest.MonkeyPatch) -> None:
