@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from maingrad.ddp.contract.delayed import DelayedWgrad, add_to_grad, compute_pending, live_queue
+from maingrad.ddp import DistributedDataParallel
+from maingrad.ddp.contract.delayed import DelayedWgrad, absorb_late_sum, add_to_grad, compute_pending, live_queue
 from maingrad.ddp.contract.record import GradRecord
 from maingrad.te_integration import Linear, WgradQueue
 
@@ -89,6 +90,23 @@ def test_sums_in_grad_have_the_weights_dtype() -> None:
     assert weight.grad is not None
     assert weight.grad.dtype is torch.bfloat16
     assert weight.grad.tolist() == [2, 4]
+
+
+def test_unfused_gradients_of_one_microbatch_go_into_main_grad_together() -> None:
+    """Behind the last of them: ``.grad`` may show this iteration's gradient by then."""
+    layer = nn.Linear(2, 1, bias=False)
+    ddp = DistributedDataParallel(layer)
+    (record,) = ddp.records
+    entries = [DelayedWgrad(lambda *_: None, (torch.ones(1),), [record], "layer", 0) for _ in range(2)]
+    for entry in entries:
+        assert not entry.is_orphaned
+        add_to_grad(layer.weight, torch.tensor([[1.0, 2.0]]), record)
+        absorb_late_sum(layer.weight, record, entry)
+        entry.run()
+    assert layer.weight.grad is None
+    assert layer.weight.main_grad.tolist() == [[2, 4]]
+    assert record.num_hook_writes == 1
+    assert record.late_sum is None
 
 
 def test_pending_gradients_are_computed_in_bucket_order_and_each_once() -> None:
