@@ -22,6 +22,8 @@ from maingrad.ddp.torch_grads.sharded_grad import (
     being_reduced,
     make_placeholder_grads,
     make_sharded_grad,
+    step_began,
+    step_ended,
 )
 from maingrad.launch import simulate
 
@@ -307,3 +309,25 @@ def test_a_shard_waits_for_the_reduction_into_its_memory_and_says_that_it_was_un
     assert clone.shard is grad.shard
     with pytest.raises(TypeError, match="a sharded gradient is not pickled"):
         pickle.dumps(grad)
+
+
+def test_functions_are_local_within_the_outermost_step() -> None:
+    grad, outer, inner = make_sharded_grad(torch.ones(6), info_of((4, 3), 3, 9)), object(), object()
+
+    def is_local() -> bool:
+        return not isinstance(grad * 2, ShardedGrad)
+
+    assert not is_local()
+    step_began(outer)
+    step_began(inner)
+    step_ended(inner)
+    assert is_local()
+    assert grad.sum() == 6
+    step_ended(outer)
+    assert not is_local()
+    step_began(inner)
+    assert is_local()
+    step_ended(None)  # it has raised
+    assert not is_local()
+    with pytest.raises(RuntimeError, match="full_tensor"):
+        grad.sum()
