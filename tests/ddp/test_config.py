@@ -68,7 +68,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({**SHARDS, "keep_matrices_whole": (1,)}, "keep_matrices_whole is a tuple of names"),
     ({**SHARDS, "keep_params_whole": ("0.weight",)}, "keep_params_whole is True or False"),
     ({**SHARDS, "keep_params_whole": True, "keep_matrices_whole": ("*",)}, "no effect with keep_params_whole"),
-    ({**SHARDS, "keep_params_whole": True, "shard_atom": 256}, "no effect with keep_params_whole"),
+    ({**SHARDS, "keep_params_whole": True, "shard_atom": 2}, "no effect with keep_params_whole"),
     ({**SHARDS, "num_distributed_optimizer_instances": 0}, "must be at least 1, got 0"),
     ({**SHARDS, "grad_reduce_wire_dtype": torch.float64}, "grad_reduce_wire_dtype is torch.bfloat16, torch.float16"),
     ({"find_unused_parameters": True}, "no effect without overlap_grad_reduce"),
@@ -83,7 +83,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"keep_params_whole": True}, "keep_params_whole has no effect without use_distributed_optimizer"),
     ({"keep_matrices_whole": ("*",)}, "keep_matrices_whole has no effect without use_distributed_optimizer"),
     ({"release_grads": True}, "release_grads has no effect without use_distributed_optimizer"),
-    ({"shard_atom": 256}, "shard_atom has no effect without use_distributed_optimizer"),
+    ({"shard_atom": 2}, "shard_atom has no effect without use_distributed_optimizer"),
 ]
 
 
@@ -106,6 +106,17 @@ def test_copy_engines_are_chosen_by_three_words(wanted: Any) -> None:
     config = DistributedDataParallelConfig(**SHARDS, overlap_param_gather=True, copy_engine_param_gather=wanted)
     with pytest.raises(ValueError, match='copy_engine_param_gather is True, False or "auto", got'):
         DistributedDataParallel(nn.Linear(2, 2), config)
+
+
+def test_copy_engines_are_of_gpus() -> None:
+    options = {**SHARDS, "overlap_param_gather": True}
+    with pytest.raises(ValueError, match=r"copy_engine_param_gather needs parameters on CUDA.*got cpu and no process"):
+        DistributedDataParallel(
+            nn.Linear(2, 2), DistributedDataParallelConfig(**options, copy_engine_param_gather=True)
+        )
+    for wanted in (False, "auto"):
+        config = DistributedDataParallelConfig(**options, copy_engine_param_gather=wanted)
+        assert not DistributedDataParallel(nn.Linear(2, 2), config).copy_engines
 
 
 def test_copy_engines_gain_where_half_of_the_bytes_are_in_large_shards() -> None:
