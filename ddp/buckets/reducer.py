@@ -247,9 +247,11 @@ class Readiness:
         if self._outer_task is not None:
             return
         call_when_backward_ends(self._show)
-        if not self._shown.active or self._shown.holds(record):
+        if not self._shown.active:
             return
-        grad, param.grad = param.grad, None
+        arrived = None
+        if not self._shown.holds(record):
+            arrived, param.grad = param.grad, None
         if self._shown.is_cleared:
             if record.consumer_wrote:
                 raise RuntimeError(
@@ -258,7 +260,13 @@ class Readiness:
                 )
             self._enter_backward()
             self._counts = True
-        param.grad = grad
+        elif (name := self._shown.first_cleared) is not None:
+            raise RuntimeError(
+                f".grad of parameter '{name}' was set to None, and others were not, before a backward of a module that "
+                f"was called directly: call the wrapper, which discards that one's gradient"
+            )
+        if arrived is not None:
+            param.grad = arrived
 
     def _note_write(self, bucket: Bucket) -> None:
         if bucket.idle:

@@ -148,6 +148,13 @@ class ShownGrads:
         with DisableTorchFunctionSubclass():
             return all(each.param.grad is None for each in self.params if each.grad is not None)
 
+    @property
+    def first_cleared(self) -> str | None:
+        """Name of the first parameter whose ``.grad`` the program has set to None since the backward."""
+        with DisableTorchFunctionSubclass():
+            cleared = (each for each in self.params if each.grad is not None and each.param.grad is None)
+            return next((each.record.name for each in cleared), None)
+
     def holds(self, record: GradRecord) -> bool:
         """Whether ``.grad`` of this parameter is what the last backward has left there."""
         each = self._by_record[id(record)]

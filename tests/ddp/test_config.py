@@ -1,13 +1,16 @@
 """Names that users of FSDP2, torch's DDP and Megatron write: the error has what to write in their place."""
 
 from collections.abc import Callable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import torch
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig
+from maingrad.ddp.buckets.copy_engines import MIN_SHARD_NBYTES, Gather, large_enough
 from maingrad.fsdp import MixedPrecisionPolicy, fully_shard
 
 SLIPS: dict[str, tuple[Callable[[Any], object], str]] = {
@@ -53,3 +56,78 @@ def test_a_slip_is_answered_with_the_name_that_is_meant(slip: str) -> None:
     call, message = SLIPS[slip]
     with pytest.raises(TypeError, match=message):
         call(nn.Linear(2, 2))
+
+
+SHARDS = {"use_distributed_optimizer": True}
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"bucket_size": 0}, "bucket_size must be at least 1 element, got 0"),
+    ({"num_buckets": 0}, "num_buckets must be at least 1, got 0"),
+    ({"num_buckets": 1, "bucket_size": 1}, "both say where buckets end"),
+    ({**SHARDS, "shard_atom": 0}, "shard_atom must be at least 1 element, got 0"),
+    ({**SHARDS, "keep_matrices_whole": "0.weight"}, "keep_matrices_whole is a tuple of names"),
+    ({**SHARDS, "keep_matrices_whole": (1,)}, "keep_matrices_whole is a tuple of names"),
+    ({**SHARDS, "keep_params_whole": ("0.weight",)}, "keep_params_whole is True or False"),
+    ({**SHARDS, "keep_params_whole": True, "keep_matrices_whole": ("*",)}, "no effect with keep_params_whole"),
+    ({**SHARDS, "keep_params_whole": True, "shard_atom": 2}, "no effect with keep_params_whole"),
+    ({**SHARDS, "num_distributed_optimizer_instances": 0}, "must be at least 1, got 0"),
+    ({**SHARDS, "grad_reduce_wire_dtype": torch.float64}, "grad_reduce_wire_dtype is torch.bfloat16, torch.float16"),
+    ({"find_unused_parameters": True}, "no effect without overlap_grad_reduce"),
+    ({"forward_writes": "never"}, "forward_writes is 'refused' or 'alike', got 'never'"),
+    ({"check_replicas_every": 0}, "check_replicas_every must be at least 1, got 0"),
+    ({**SHARDS, "copy_engine_param_gather": True}, "no effect without overlap_param_gather"),
+    ({"average_in_collective": True, "calculate_per_token_loss": True}, "average_in_collective has no effect with"),
+    ({**SHARDS, "average_in_collective": True, "grad_reduce_wire_dtype": torch.bfloat16}, "each rank sums by itself"),
+    ({"overlap_param_gather": True}, "overlap_param_gather has no effect without use_distributed_optimizer"),
+    ({"num_distributed_optimizer_instances": 2}, "instances has no effect without use_distributed_optimizer"),
+    ({"grad_reduce_wire_dtype": torch.bfloat16}, "wire_dtype has no effect without use_distributed_optimizer"),
+    ({"keep_params_whole": True}, "keep_params_whole has no effect without use_distributed_optimizer"),
+    ({"keep_matrices_whole": ("*",)}, "keep_matrices_whole has no effect without use_distributed_optimizer"),
+    ({"release_grads": True}, "release_grads has no effect without use_distributed_optimizer"),
+    ({"shard_atom": 2}, "shard_atom has no effect without use_distributed_optimizer"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED, ids=[",".join(options) for options, _ in REFUSED])
+def test_options_that_cannot_take_effect_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DistributedDataParallelConfig(**options)
+
+
+def test_the_least_values_are_taken() -> None:
+    DistributedDataParallelConfig(bucket_size=1, check_replicas_every=1)
+    DistributedDataParallelConfig(**SHARDS, keep_matrices_whole=["0.weight"])
+    DistributedDataParallelConfig(num_buckets=1, shard_atom=1, num_distributed_optimizer_instances=1)
+    DistributedDataParallelConfig(**SHARDS, keep_params_whole=True, shard_atom=1)
+    DistributedDataParallelConfig(average_in_collective=False, calculate_per_token_loss=True)
+
+
+@pytest.mark.parametrize("wanted", ["yes", 1, None])
+def test_copy_engines_are_chosen_by_three_words(wanted: Any) -> None:
+    config = DistributedDataParallelConfig(**SHARDS, overlap_param_gather=True, copy_engine_param_gather=wanted)
+    with pytest.raises(ValueError, match='copy_engine_param_gather is True, False or "auto", got'):
+        DistributedDataParallel(nn.Linear(2, 2), config)
+
+
+def test_copy_engines_are_of_gpus() -> None:
+    options = {**SHARDS, "overlap_param_gather": True}
+    with pytest.raises(ValueError, match=r"copy_engine_param_gather needs parameters on CUDA.*got cpu and no process"):
+        DistributedDataParallel(
+            nn.Linear(2, 2), DistributedDataParallelConfig(**options, copy_engine_param_gather=True)
+        )
+    for wanted in (False, "auto"):
+        config = DistributedDataParallelConfig(**options, copy_engine_param_gather=wanted)
+        assert not DistributedDataParallel(nn.Linear(2, 2), config).copy_engines
+
+
+def test_copy_engines_gain_where_half_of_the_bytes_are_in_large_shards() -> None:
+    group: Any = SimpleNamespace(size=lambda: 4)
+    least = 4 * MIN_SHARD_NBYTES
+
+    def gathers(*sizes: int) -> list[Gather]:
+        return [Gather(size, cast("Any", group)) for size in sizes]
+
+    assert large_enough(gathers(least))
+    assert large_enough(gathers(least, least // 2, least // 2))
+    assert not large_enough(gathers(least, least // 2, least // 2 + 1))
+    assert not large_enough(gathers(least - 1))
+    assert not large_enough([])

@@ -298,3 +298,39 @@ def test_nccl_has_a_scaled_sum_and_says_whether_gathers_can_leave_the_multiproce
     )
     knows = hasattr(dist.ProcessGroupNCCL, "NCCL_CTA_POLICY_ZERO")
     assert (distributed.zero_cta_options() is not None) == knows, f"{TORCH}: NCCL_CTA_POLICY_ZERO, config.cta_policy"
+
+
+def test_every_checkpointed_region_is_found_the_innermost_first() -> None:
+    """Behind the hooks of others, which stay."""
+    seen: list[list[tuple[Any, bool]]] = []
+
+    def inner(x: Tensor) -> Tensor:
+        with torch.autograd.graph.save_on_cpu():
+            seen.append(internals.checkpointed_regions())
+            return (x * 2).sin()
+
+    def outer(x: Tensor) -> Tensor:
+        return checkpoint(inner, x, use_reentrant=False).exp()  # type: ignore[no-any-return]
+
+    x = torch.ones(2, requires_grad=True)
+    assert internals.checkpointed_regions() == []
+    checkpoint(outer, x, use_reentrant=False).sum().backward()
+    assert [[recomputes for _, recomputes in regions] for regions in seen] == [[False] * 2, [False, True]]
+    (first, around), (again, recomputed) = ([region for region, _ in regions] for regions in seen)
+    assert recomputed is around
+    assert len({id(first), id(around), id(again)}) == 3
+    assert torch.allclose(x.grad, 2 * (2 * x).cos() * (2 * x).sin().exp())
+
+
+def test_one_hook_is_told_from_several() -> None:
+    param = nn.Parameter(torch.ones(2))
+    assert not internals.has_one_hook(param)
+    assert not internals.is_hooked(param)
+    param.register_post_accumulate_grad_hook(lambda _: None)
+    assert internals.has_one_hook(param)
+    assert internals.is_hooked(param)
+    handle = param.register_hook(lambda _: None)
+    assert not internals.has_one_hook(param)
+    handle.remove()
+    param.register_post_accumulate_grad_hook(lambda _: None)
+    assert not internals.has_one_hook(param)

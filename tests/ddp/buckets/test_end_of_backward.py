@@ -12,8 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from watching import Watcher
 
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
+from maingrad.ddp.buckets import iteration_ends
 from maingrad.launch import simulate
 from maingrad.te_integration import Linear, WgradQueue, delayed_wgrad
 
@@ -321,3 +323,45 @@ def test_what_was_reduced_before_a_second_backward_is_freed_when_it_is_added() -
 
     once = train()
     assert train() == once
+
+
+def test_watchers_are_told_of_each_end_step_and_discard_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(iteration_ends, "_watchers", [])
+    model, watcher = nn.Sequential(nn.Linear(5, 2)), Watcher()
+    before = iteration_ends.num_changes()
+    assert not iteration_ends.is_watched()
+    for _ in range(2):
+        iteration_ends.watch_iterations(watcher)
+    assert iteration_ends.is_watched()
+    assert not iteration_ends.is_in_wrapper(model[0])
+    ddp = DistributedDataParallel(model)
+    assert iteration_ends.is_in_wrapper(model[0])
+    assert iteration_ends.num_changes() > before
+    x = torch.ones(3, 5)
+    with ddp.no_sync():
+        ddp(x).sum().backward()
+    ddp(x).sum().backward()
+    ddp.finish_grad_sync()
+    ddp.finish_grad_sync()
+    assert watcher.told == [("ended", model, 2)]
+    ddp.zero_grad()
+    ddp.zero_grad()
+    assert watcher.told[1:] == [("discarded", model, False)], "nobody trains it, as far as one knows"
+    watcher.told.clear()
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    first = iteration_ends.forward_number()
+    ddp(x).sum().backward()
+    assert iteration_ends.forward_number() > first
+    optimizer.step()
+    optimizer.zero_grad()
+    ddp(x)
+    assert watcher.told == [("ended", model, 1), ("stepped", model, None), ("discarded", model, True)]
+    watcher.told.clear()
+    ddp(x).sum().backward()
+    ddp.zero_grad()  # before anything was reduced
+    assert watcher.told == []
+    ddp(x).sum().backward()
+    before = iteration_ends.num_changes()
+    ddp.unwrap()
+    assert iteration_ends.num_changes() > before
+    assert not iteration_ends.is_in_wrapper(model[0])

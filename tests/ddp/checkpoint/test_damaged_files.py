@@ -1,5 +1,6 @@
 """Damaged files, by accident or on purpose, load correctly or are refused by name, fast and in little memory."""
 
+import dataclasses
 import json
 import math
 import os
@@ -24,7 +25,7 @@ from torch import nn
 
 from maingrad.ddp import DistributedOptimizer, load_checkpoint, save_checkpoint
 from maingrad.ddp.checkpoint.files.boxes import Parts, parts_of_range
-from maingrad.ddp.checkpoint.files.manifest import Manifest
+from maingrad.ddp.checkpoint.files.manifest import MANIFEST_FILE, Manifest
 from maingrad.ddp.checkpoint.files.opened import open_checkpoint
 from maingrad.launch import simulate
 from maingrad.launch.safetensors_io import export_safetensors
@@ -377,3 +378,46 @@ def test_a_manifest_that_was_changed_by_hand_says_so(checkpoint: Path) -> None:
     edited(checkpoint, ("extra",), {"step": 2})
     ddp, optimizer = build(torch.bfloat16, seed=1, **ZERO1)
     assert load_checkpoint(checkpoint, ddp, optimizer) == {"step": 2}
+
+
+def test_entries_of_a_manifest_that_cannot_be_are_refused(pristine: Path) -> None:
+    manifest = Manifest.read(pristine)
+    name, entry = next((name, each) for name, each in manifest.tensors.items() if each.group is not None)
+    entries: list[tuple[dict[str, Any], str]] = [
+        ({"shape": (1,) * 65}, "a tensor of shape"),
+        ({"shape": (2**31, 2**31)}, "a tensor of shape"),
+        ({"shape": (2**62, 0)}, "a tensor of shape"),
+        ({"dtypes": {"exp_avg": torch.float32}}, "a tensor is not stored"),
+        ({"boxes": tuple((-1, box) for _, box in entry.boxes)}, "in the file of a rank that cannot be"),
+        ({"boxes": tuple((2**40, box) for _, box in entry.boxes)}, "in the file of a rank that cannot be"),
+    ]
+    for change, message in entries:
+        with pytest.raises(ValueError, match=message):
+            dataclasses.replace(entry, **change)
+    beside = {"GG": {"beside": "GG", "order": [0]}}
+    manifests: list[tuple[dict[str, Any], str]] = [
+        ({"tensors": {name: dataclasses.replace(entry, group=1)}}, f"'{name}' is in group 1 of 1"),
+        ({"tensors": {name: dataclasses.replace(entry, group=-1)}}, f"'{name}' is in group -1 of 1"),
+        ({"optimizer": None}, "is in group 0 of 0"),
+        ({"tied": {"again": "gone"}}, "'again' is tied to 'gone', which is not stored"),
+        ({"tensors": {name: dataclasses.replace(entry, scalars=beside)}}, "state of 'GG' is missing"),
+    ]
+    for change, message in manifests:
+        with pytest.raises(ValueError, match=message):
+            dataclasses.replace(manifest, **change)
+
+
+@pytest.mark.parametrize(("key", "value"), [("lr", "fast"), ("lr", True), ("betas", 0.9), ("fused", True)])
+def test_options_that_no_optimizer_steps_with_are_refused(checkpoint: Path, key: str, value: Any) -> None:
+    manifest = Manifest.read(checkpoint)
+    assert manifest.optimizer is not None
+    groups = [group | {key: value} for group in manifest.optimizer.groups]
+    changed = dataclasses.replace(manifest, optimizer=dataclasses.replace(manifest.optimizer, groups=groups))
+    (checkpoint / MANIFEST_FILE).write_text(changed.encoded())
+    assert f"option '{key}' of parameter group 0 is" in refusal(checkpoint)
+
+
+def test_a_file_is_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "c").write_text("{}")
+    with pytest.raises(ValueError, match="c' is a file, and a checkpoint is a folder"):
+        load_checkpoint(tmp_path / "c", nn.Linear(2, 2))

@@ -715,3 +715,14 @@ def test_the_default_device_is_none_of_its_business(tmp_path: Path) -> None:
     simulate(save, 3)
     for other, plain in zip(simulate(load, 2, "meta"), simulate(load, 2, "cpu"), strict=True):
         assert_same(other, plain)
+
+
+def test_saves_and_loads_leave_no_file_open(tmp_path: Path) -> None:
+    model = nn.Linear(4, 2)
+
+    def save_and_load() -> int:
+        save_checkpoint(tmp_path / "checkpoint", model)
+        load_checkpoint(tmp_path / "checkpoint", model)
+        return len(os.listdir("/proc/self/fd"))
+
+    assert save_and_load() == save_and_load()

@@ -191,7 +191,13 @@ import os, resource, sys
 import torch
 from maingrad.ddp import load_checkpoint
 model = torch.nn.Linear(64, 64)
-held = len(os.listdir("/proc/self/fd")) if os.path.exists("/proc/self/fd") else 8
+def held_files():
+    return list(map(int, os.listdir("/proc/self/fd"))) if os.path.exists("/proc/self/fd") else [0] * 8
+for number in held_files():  # of the server that has forked this process: as many as the tests before have opened
+    link = f"/proc/self/fd/{number}"
+    if number > 2 and os.path.lexists(link) and os.readlink(link) == os.devnull:
+        os.close(number)
+held = len(held_files())
 resource.setrlimit(resource.RLIMIT_NOFILE, (held + 24, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 load_checkpoint(sys.argv[1], model)
 """

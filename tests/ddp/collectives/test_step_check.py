@@ -11,6 +11,9 @@ from torch import Tensor, nn
 
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer, save_checkpoint
 from maingrad.ddp.collectives import step_check
+from maingrad.ddp.collectives.failure_report import FailureReporter
+from maingrad.ddp.collectives.rank_grid import make_grid
+from maingrad.ddp.collectives.step_check import StepCheck
 from maingrad.launch import simulate
 
 KINDS = ("ddp", "ddp, overlapped", "zero1")
@@ -412,3 +415,73 @@ def test_a_world_of_one_compares_nothing() -> None:
         launched[size] = [event for _, event in schedule if event.startswith("launch all_reduce MAX int64")]
     assert launched[1] == []
     assert len(launched[2]) == 2 * 2, "one for each reduction"
+
+
+# ---- Ranks that gather and reduce other units than the others: the error names the first difference, on all ranks.
+
+UNITS = ("first", "second", "third")
+
+
+def compared(gathers: list[str], reductions: list[list[str]], instances: int = 1) -> list[str]:
+    """What each rank is told after one comparison, and after an equal one behind it.
+
+    gathers     for each rank the units that it gathers, by letter
+    reductions  the same of its reductions
+    """
+
+    def on_each_rank() -> str:
+        grid, failures = make_grid(None, num_instances=instances), FailureReporter()
+        steps = StepCheck(grid, failures, torch.device("cpu"), None)
+        log = steps.log_of(grid.inner)
+        assert log is not None
+        index = {name[0]: log.add_name(name) for name in UNITS}
+        for unit in gathers[dist.get_rank()]:
+            log.record_gather(index[unit])
+        for unit in reductions[dist.get_rank()]:
+            log.record_reduction(index[unit])
+        text = "alike"
+        try:
+            steps.start()
+            steps.finish()
+        except RuntimeError as error:
+            text = str(error)
+        steps.next_iteration()
+        log.record_gather(index["f"])
+        steps.start()
+        steps.finish()  # nothing of the difference is left
+        return text
+
+    return simulate(on_each_rank, len(gathers))
+
+
+OTHER_UNITS = {
+    "another unit": (["fs", "ft"], ["f", "f"], "gathered second on rank 0, third on rank 1"),
+    "one unit more": (["fs", "f"], ["f", "f"], "gathered second on rank 0, nothing more on rank 1"),
+    "another order": (["fst", "fst", "fts"], ["f"] * 3, "gathered second on ranks 0, 1, third on rank 2"),
+    "reductions": (["f", "f"], ["fs", "sf"], "reduced first on rank 0, second on rank 1"),
+}
+
+
+@pytest.mark.parametrize("case", OTHER_UNITS)
+def test_the_first_difference_is_named_on_all_ranks(case: str) -> None:
+    gathers, reductions, expected = OTHER_UNITS[case]
+    for text in compared(gathers, [list(each) for each in reductions]):
+        assert text.startswith("ranks have run different units")
+        assert expected in text
+        assert "before the end of iteration 1" in text
+
+
+def test_equal_orders_are_taken() -> None:
+    assert compared(["fsf", "fsf"], [["s"], ["s"]]) == ["alike"] * 2
+
+
+def test_ranks_of_other_instances_raise_too() -> None:
+    """Their own groups are alike, and they would wait for the others."""
+    texts = compared(["fs", "ft", "fs", "fs"], [["f"]] * 4, instances=2)
+    assert all("gathered second on rank 0, third on rank 1" in text for text in texts)
+
+
+def test_a_difference_behind_what_is_kept_has_no_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_check, "_LIMIT", 2)
+    for text in compared(["fst", "fss"], [[], []]):
+        assert "gathered in an order that differs after 2 units of a long evaluation" in text

@@ -130,3 +130,10 @@ def test_a_torch_wrapper_whose_constructor_failed_is_not_blamed() -> None:
     with pytest.raises(RuntimeError, match=r"'0\.weight' was put into \.grad by hand"):
         ddp.finish_grad_sync()
     assert failed.tb is not None
+
+
+def test_a_gathered_parameter_of_a_unit_takes_nothing() -> None:
+    """Its accumulator is the unit's, which this iteration may not reduce."""
+    model = fully_shard(nn.Linear(3, 2))
+    with model.unsharded(), pytest.raises(ValueError, match="add_grad: this parameter is not wrapped"):
+        add_grad(model.weight, torch.zeros(2, 3))

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig
+from maingrad.ddp.contract.record import check_accumulator
 from maingrad.launch import simulate
 from maingrad.te_integration import GroupedLinear, Linear
 
@@ -194,3 +195,43 @@ def test_complex_gradients_are_reduced_whatever_the_wire(name: str) -> None:
 
     by_rank = simulate(reduce, 2)
     assert sum(map(sum, by_rank)) == (2 if name == "ddp" else 1) * (30 * 9 + 9)
+
+
+# ---- Which tensors may be ``main_grad`` of a weight, as a provider of others gives them. ----
+
+WEIGHT = torch.zeros(2, 3, 4, dtype=torch.bfloat16)
+FLAT = torch.zeros(200)
+FIT = {
+    "fp32": torch.zeros(2, 3, 4),
+    "the weight's dtype": torch.zeros(2, 3, 4, dtype=torch.bfloat16),
+}
+ROWS_APART = {
+    "rows apart": FLAT.as_strided((2, 3, 4), (24, 8, 1)),
+    "matrices apart": FLAT.as_strided((2, 3, 4), (20, 4, 1)),
+    "matrices between rows": FLAT.as_strided((2, 3, 4), (4, 8, 1)),
+}
+UNFIT = {
+    "another shape": torch.zeros(3, 2, 4),
+    "another dtype": torch.zeros(2, 3, 4, dtype=torch.float64),
+    "another device": torch.zeros(2, 3, 4, device="meta"),
+    "columns apart": FLAT.as_strided((2, 3, 4), (24, 8, 2)),
+    "rows that overlap": FLAT.as_strided((2, 3, 4), (12, 3, 1)),
+    "one matrix for all": torch.zeros(1, 3, 4).expand(2, 3, 4),
+}
+
+
+@pytest.mark.parametrize("kind", [*FIT, *ROWS_APART, *UNFIT])
+@pytest.mark.parametrize("rows_apart", [False, True])
+def test_a_kernel_can_add_to_what_is_taken(kind: str, rows_apart: bool) -> None:
+    main_grad = {**FIT, **ROWS_APART, **UNFIT}[kind]
+    if kind in FIT or (rows_apart and kind in ROWS_APART):
+        check_accumulator("layer", WEIGHT, main_grad, rows_apart)
+        return
+    with pytest.raises(RuntimeError, match="layer: main_grad must") as raised:
+        check_accumulator("layer", WEIGHT, main_grad, rows_apart)
+    assert f"shape {tuple(main_grad.shape)}, stride {tuple(main_grad.stride())}" in str(raised.value)
+
+
+def test_dims_of_one_element_may_have_any_stride() -> None:
+    weight, flat = torch.zeros(1, 3, 1), torch.zeros(20)
+    check_accumulator("layer", weight, flat.as_strided((1, 3, 1), (0, 2, 1)), True)

@@ -11,6 +11,7 @@ from moves import moves_of_size
 from torch import Tensor, nn
 
 from maingrad.ddp import DistributedDataParallel
+from maingrad.ddp.contract.grouped_wgrad import GroupedWgrad
 from maingrad.ddp.contract.main_grad import placeholder
 from maingrad.te_integration import Linear
 
@@ -217,3 +218,49 @@ def test_the_count_of_passes_sees_those_of_an_unfused_layer() -> None:
         layer(batches[0]).sum().backward()
         assert moves_of_size(layer(batches[1]).sum().backward, (OUT, FEATURES)) == ["aten::add_"]
     assert wrap_kept.records
+
+
+# ---- What products of experts deliver. ----
+
+OFFSETS = torch.tensor([0, 2, 2, 5], dtype=torch.int32)
+DY, X = torch.arange(15.0).view(5, 3) - 7, torch.arange(20.0).view(5, 4) / 8 - 1
+PARTS = [DY[first:end].T @ X[first:end] for first, end in ((0, 2), (2, 2), (2, 5))]
+WEIGHTS = [torch.zeros(3, 4) for _ in PARTS]
+
+
+@pytest.mark.parametrize("wanted", [(True, True, True), (True, False, True), (False, True, False), (False,) * 3])
+def test_each_expert_that_is_wanted_gets_its_gradient(wanted: tuple[bool, ...]) -> None:
+    """One without rows gets zeros."""
+    found = GroupedWgrad(WEIGHTS).gradients(wanted, torch.float32, DY, X, OFFSETS)
+    assert [each is not None for each in found] == list(wanted)
+    for part, each in zip(PARTS, found, strict=True):
+        assert each is None or torch.equal(each, part)
+
+
+def test_a_packed_weight_has_one_gradient() -> None:
+    product = GroupedWgrad([torch.zeros(3, 3, 4)])
+    (found,) = product.gradients([True], torch.bfloat16, DY, X, OFFSETS)
+    assert found is not None
+    assert found.dtype is torch.bfloat16
+    assert torch.equal(found, torch.stack(PARTS).bfloat16())
+    main_grad = torch.ones(3, 3, 4)
+    product.accumulate([main_grad], [False], DY, X, OFFSETS)
+    assert torch.equal(main_grad, torch.stack(PARTS) + 1)
+    product.accumulate([main_grad], [True], DY, X, OFFSETS)
+    assert torch.equal(main_grad, torch.stack(PARTS))
+
+
+def test_experts_add_or_overwrite_each_by_itself() -> None:
+    main_grads = [torch.ones(3, 4) for _ in PARTS]
+    GroupedWgrad(WEIGHTS).accumulate([main_grads[0], main_grads[1], None], [False, True, True], DY, X, OFFSETS)
+    assert torch.equal(main_grads[0], PARTS[0] + 1)
+    assert main_grads[1].count_nonzero() == 0
+    assert torch.equal(main_grads[2], torch.ones(3, 4))
+
+
+def test_experts_that_share_a_weight_add_up() -> None:
+    shared, own = torch.ones(3, 4), torch.ones(3, 4)
+    tied = GroupedWgrad([WEIGHTS[0], WEIGHTS[1], WEIGHTS[0]])
+    tied.accumulate([shared, own, shared], [True, False, False], DY, X, OFFSETS)
+    assert torch.equal(shared, PARTS[0] + PARTS[2])
+    assert torch.equal(own, torch.ones(3, 4))

@@ -1,8 +1,11 @@
 """Under ZeRO-1, and where ranks have experts of their own, functions of ``.grad`` answer for the whole, or name it."""
 
 import copy
+import math
 import pickle
+import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +15,16 @@ from grad_functions import COLUMN, OF_A_MATRIX, WEIGHTS, WRITES, WRITES_TO_VIEWS
 from torch import Tensor, nn
 
 from maingrad.ddp import WORLD_OF_ONE, DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
-from maingrad.ddp.torch_grads.sharded_grad import ShardedGrad
+from maingrad.ddp.collectives.rank_grid import RankGrid
+from maingrad.ddp.torch_grads.over_ranks import ShardInfo, local_shape
+from maingrad.ddp.torch_grads.sharded_grad import (
+    ShardedGrad,
+    being_reduced,
+    make_placeholder_grads,
+    make_sharded_grad,
+    step_began,
+    step_ended,
+)
 from maingrad.launch import simulate
 
 RANKS = (1, 2, 3)
@@ -208,3 +220,114 @@ def moved_before_it_is_read() -> None:
 @pytest.mark.parametrize("program", [moved, moved_before_it_is_read])
 def test_a_model_with_sharded_gradients_may_be_moved_to_where_it_is(program: Callable[[], None]) -> None:
     simulate(program, 2)
+
+
+# ---- Shards by themselves. ----
+
+ALONE = RankGrid(None, None, None)
+
+
+def info_of(shape: tuple[int, ...], start: int, end: int, **more: Any) -> ShardInfo:
+    return ShardInfo("weight", shape, start, end, ALONE, 1, "", ALONE, **more)
+
+
+SHAPES = [
+    ((), 0, 1, ()),
+    ((), 0, 0, (0,)),
+    ((6,), 2, 5, (3,)),
+    ((4, 3), 3, 9, (2, 3)),
+    ((4, 3), 2, 9, (7, 1)),
+    ((4, 3), 3, 8, (5, 1)),
+    ((4, 3), 5, 5, (0, 3)),
+    ((4, 3, 2), 6, 12, (1, 3, 2)),
+    ((4, 3, 2), 6, 10, (4, 1, 1)),
+]
+
+
+@pytest.mark.parametrize(("shape", "start", "end", "expected"), SHAPES)
+def test_a_shard_has_rows_where_it_can(shape: tuple[int, ...], start: int, end: int, expected: Any) -> None:
+    assert local_shape(info_of(shape, start, end)) == expected
+    whole = math.prod(shape)
+    assert local_shape(info_of(shape, start, end, flat=True)) == (shape if end - start == whole else (end - start,))
+
+
+def test_placeholders_are_zeros_that_nothing_changes() -> None:
+    shapes = [info_of((4, 3), 3, 9), info_of((6,), 2, 5)]
+    params = [SimpleNamespace(shard=each, dtype=torch.float64, device=torch.device("cpu")) for each in shapes]
+    first, second = make_placeholder_grads(params)
+    assert [tuple(each.shape) for each in (first, second)] == [(2, 3), (3,)]
+    assert first.dtype is torch.float64
+    assert first.to_local().count_nonzero() == 0
+    assert first.untyped_storage().nbytes() == 8
+    changes: list[Callable[[], Any]] = [
+        lambda: first.add_(1),
+        lambda: torch._foreach_mul_([torch.ones(3), second], 2.0),
+        lambda: second.zero_(),
+    ]
+    for change in changes:
+        with pytest.raises(RuntimeError, match=r"\.grad of parameter 'weight' was changed in the middle"):
+            change()
+    assert (first + 1).to_local().tolist() == [[1.0] * 3] * 2
+    assert first.norm() == 0
+
+
+def test_a_shard_waits_for_the_reduction_into_its_memory_and_says_that_it_was_unscaled() -> None:
+    seen: list[str] = []
+
+    class Sums:
+        def wait(self) -> None:
+            seen.append("wait")
+            being_reduced.discard(self)
+
+        def record_scaler(self) -> None:
+            seen.append("scaler")
+
+    flat, sums = torch.ones(6), Sums()
+    grad = make_sharded_grad(flat, info_of((4, 3), 3, 9))
+    grad.sums = weakref.ref(sums)
+    reads: list[Callable[[], Any]] = [
+        lambda: grad * 2,
+        lambda: grad.to_local(),
+        lambda: grad.norm(),
+        lambda: torch._foreach_norm([grad]),
+        lambda: grad.detach().add_(1),
+    ]
+    for read in reads:
+        being_reduced.add(sums)
+        read()
+        assert seen == ["wait"]
+        seen.clear()
+        read()
+        assert seen == []
+    grad.data.fill_(8)
+    torch._amp_foreach_non_finite_check_and_unscale_([grad], torch.zeros(1), torch.full((1,), 0.5))
+    assert seen == ["scaler"]
+    assert flat.tolist() == [4] * 6
+    clone = copy.deepcopy(grad)
+    clone.zero_()
+    assert flat.tolist() == [4] * 6
+    assert clone.shard is grad.shard
+    with pytest.raises(TypeError, match="a sharded gradient is not pickled"):
+        pickle.dumps(grad)
+
+
+def test_functions_are_local_within_the_outermost_step() -> None:
+    grad, outer, inner = make_sharded_grad(torch.ones(6), info_of((4, 3), 3, 9)), object(), object()
+
+    def is_local() -> bool:
+        return not isinstance(grad * 2, ShardedGrad)
+
+    assert not is_local()
+    step_began(outer)
+    step_began(inner)
+    step_ended(inner)
+    assert is_local()
+    assert grad.sum() == 6
+    step_ended(outer)
+    assert not is_local()
+    step_began(inner)
+    assert is_local()
+    step_ended(None)  # it has raised
+    assert not is_local()
+    with pytest.raises(RuntimeError, match="full_tensor"):
+        grad.sum()

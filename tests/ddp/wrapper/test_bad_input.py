@@ -19,6 +19,7 @@ from maingrad.ddp import (
     clip_grad_norm,
     recorded_backward_order,
 )
+from maingrad.ddp.buckets.bucket import Phase
 from maingrad.kernels import wgrad_accumulate
 from maingrad.launch import simulate
 from maingrad.te_integration import Linear
@@ -397,3 +398,28 @@ def test_the_kernel_refuses_operands_that_do_not_fit() -> None:
             wgrad_accumulate(*operands)
     with pytest.raises(TypeError, match=r"dy and x of one dtype; got torch.float32 and torch.bfloat16"):
         wgrad_accumulate(dy, x.bfloat16(), torch.zeros(4, FEATURES))
+
+
+def test_a_lazy_module_has_no_shapes_yet() -> None:
+    with pytest.raises(ValueError, match=r"'0\.weight' has no shape yet: run a forward of the lazy module"):
+        wrap(nn.Sequential(nn.LazyLinear(2)))
+    with pytest.raises(ValueError, match="'weight' has no shape yet"):
+        wrap(nn.LazyBatchNorm1d())
+
+
+def test_a_fused_layer_without_a_wrapper_is_named() -> None:
+    layer = Linear(4, 2, name="layer", fuse_wgrad_accumulation=True)
+    with pytest.raises(RuntimeError, match=r"layer, weight: .* needs weight.main_grad, and nobody provided it"):
+        layer(torch.ones(1, 4)).sum().backward()
+    ddp = wrap(layer)
+    with pytest.raises(RuntimeError, match="cannot go from idle to reduced"):
+        ddp.buckets[0].phase = Phase.REDUCED
+    y = layer(torch.ones(1, 4))
+    ddp.unwrap()
+    with pytest.raises(RuntimeError, match="the wrapper that provided it for parameter 'weight' is gone"):
+        y.sum().backward()
+
+
+def test_norms_of_no_wrapper_are_refused() -> None:
+    with pytest.raises(ValueError, match="clip_grad_norm: no wrapper was given"):
+        clip_grad_norm([], 1.0)

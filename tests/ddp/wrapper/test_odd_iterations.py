@@ -148,3 +148,77 @@ def test_a_schedule_that_failed_leaves_the_wrapper_as_it_was(at: int) -> None:
     for weight, bias in simulate(on_rank, 2):
         assert (weight == 3).all()  # the mean over ranks of two rows of 1, and of 2
         assert (bias == 2).all()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_module_that_is_called_without_its_wrapper_begins_an_iteration_too(overlap: bool) -> None:
+    """Where every ``.grad`` was set to None: the gradients of before are gone."""
+    model = make_model(fuse=False)
+    twin = plain_twin(model)
+    ddp = wrap(model, overlap_grad_reduce=overlap)
+    first, second = make_batches(2)
+    loss_of(ddp, first).backward()
+    assert all(param.grad.norm() > 0 for param in ddp.parameters())
+    for param in ddp.parameters():
+        param.grad = None
+    loss_of(ddp.module, second).backward()
+    loss_of(twin, second).backward()
+    assert_same({name: param.grad.clone() for name, param in ddp.module.named_parameters()}, plain_grads(twin))
+
+
+def test_a_module_that_is_called_without_its_wrapper_adds_to_gradients_that_are_left() -> None:
+    model = make_model(fuse=False)
+    twin = plain_twin(model)
+    ddp = wrap(model)
+    first, second = make_batches(2)
+    for each, wrapper in ((model, ddp), (twin, twin)):
+        loss_of(wrapper, first).backward()
+        loss_of(each, second).backward()
+    assert_same({name: param.grad.clone() for name, param in model.named_parameters()}, plain_grads(twin))
+
+
+@pytest.mark.parametrize("cleared", ["3.weight", "0.bias"])
+def test_some_gradients_are_not_discarded_behind_the_wrappers_back(cleared: str) -> None:
+    """What was discarded would come back with the sum."""
+    ddp = wrap(make_model(fuse=False))
+    first, second = make_batches(2)
+    loss_of(ddp, first).backward()
+    ddp.module.get_parameter(cleared).grad = None
+    with pytest.raises(RuntimeError, match=rf"\.grad of parameter '{cleared}' was set to None, and others were not"):
+        loss_of(ddp.module, second).backward()
+
+
+def test_a_fused_layer_that_is_called_without_its_wrapper_may_have_added_already() -> None:
+    ddp = wrap(make_model())
+    first, second = make_batches(2)
+    loss_of(ddp, first).backward()
+    for param in ddp.parameters():
+        param.grad = None
+    with pytest.raises(RuntimeError, match=r"parameter '3.weight' got a gradient after every .grad was set to None"):
+        loss_of(ddp.module, second).backward()
+
+
+def test_gradients_are_discarded_when_all_parts_have_given_the_iteration_up() -> None:
+    ddp = wrap(make_model())
+    parts, (first, *_, last) = ddp.grad_parts, ddp.module
+    for part in (first, first, last):  # the first of two steps has failed
+        parts.begin(part, part.parameters())
+    assert (parts.num_begun, parts.num_open) == (2, 2)
+    with parts.backward(first, final=False):
+        loss_of(ddp, make_batches(1)[0]).backward()
+    iteration = parts.iteration
+    assert not parts.is_clear
+    parts.abandon(first)
+    assert not parts.is_clear
+    parts.abandon(last)
+    assert parts.is_clear
+    assert parts.num_open == 0
+    assert parts.iteration == iteration + 1
+
+
+def test_a_part_of_a_changed_model_begins_no_step() -> None:
+    """It may run past the wrapper's forward, which would refuse."""
+    ddp = wrap(make_model())
+    ddp.module[0].weight = nn.Parameter(ddp.module[0].weight.detach().clone())
+    with pytest.raises(RuntimeError, match=r"parameter '0\.weight' was replaced after wrapping"):
+        ddp.grad_parts.begin(ddp.module[0], ddp.module[0].parameters())

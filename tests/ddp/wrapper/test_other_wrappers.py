@@ -5,8 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from gloo import run_ranks
 from loops import assert_same, make_model, weights
+from stock_fsdp2 import Unit, counted_writes
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard as shard_by_torch
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
@@ -15,6 +17,7 @@ from maingrad.ddp import DistributedDataParallel
 from maingrad.fsdp import fully_shard
 from maingrad.launch import simulate
 from maingrad.launch.simulation.simulate import SimulatedRankError
+from maingrad.te_integration import Linear, WgradQueue, delayed_wgrad
 
 
 def batch() -> Tensor:
@@ -220,3 +223,28 @@ def test_naming_parameters_works_in_compiled_code() -> None:
 
     expected = sum(param.detach().sum() for param in ddp.module.parameters())
     torch.testing.assert_close(total(), expected)
+
+
+def test_fused_products_add_to_what_torchs_fully_shard_sums() -> None:
+    """From the second microbatch on. It would not reduce what is delayed."""
+
+    def on_each_rank() -> list[bool]:
+        torch.manual_seed(0)
+        layer, twin = Linear(4, 4, bias=False, fuse_wgrad_accumulation=True), nn.Linear(4, 4, bias=False)
+        twin.load_state_dict(layer.state_dict())
+        models = [shard_by_torch(Unit(each)) for each in (layer, twin)]
+        x = torch.linspace(-1, 1, 12).view(3, 4) * (1 + dist.get_rank())
+        with counted_writes() as written:
+            for model in models:
+                for microbatch in range(3):
+                    model.set_requires_gradient_sync(microbatch == 2)
+                    model(x + microbatch).square().sum().backward()
+        torch.testing.assert_close(*(model.module.weight.grad.full_tensor() for model in models))
+        queue = WgradQueue()
+        message = r"a delayed weight gradient under torch\.distributed\.fsdp\.fully_shard"
+        with delayed_wgrad(queue), pytest.raises(RuntimeError, match=message):
+            models[0](x)
+        assert len(queue) == 0
+        return written
+
+    assert simulate(on_each_rank, 1) == [[False] * 2]

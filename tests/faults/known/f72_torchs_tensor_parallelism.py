@@ -2,11 +2,11 @@
 
 from fault import Change, Fault
 
-RULES = "tests/te_integration/tensor_parallel/test_rules.py::"
-LLAMA = "tests/te_integration/tensor_parallel/test_llama.py::"
-LOCALIZE = "tests/te_integration/tensor_parallel/test_localize.py::"
-TRANSFORMERS = "tests/te_integration/tensor_parallel/test_transformers.py::"
-SHARED = "tests/te_integration/tensor_parallel/test_shared_sums.py::"
+RULES = "tests/ddp/tensor_parallel/test_rules.py::"
+LLAMA = "tests/ddp/tensor_parallel/test_llama.py::"
+LOCALIZE = "tests/ddp/tensor_parallel/test_localize.py::"
+TRANSFORMERS = "tests/ddp/tensor_parallel/test_transformers.py::"
+SHARED = "tests/ddp/tensor_parallel/test_shared_sums.py::"
 DENSE = "maingrad.te_integration.dense."
 ROOM = "maingrad.ddp.plan.tensor_parallel."
 
@@ -117,7 +117,7 @@ FAULTS = [
     Fault(
         "72l-a-cut-head-computes-the-loss",
         sentence="A fused loss reads a head of which each rank has a slice of the classes.",
-        tests=[TRANSFORMERS + "test_a_head_that_is_cut_keeps_its_loss"],
+        tests=["tests/te_integration/tensor_parallel/test_conversion.py::test_a_head_that_is_cut_keeps_its_loss"],
         changes=[
             Change(
                 "maingrad.te_integration.conversion.fused_loss",

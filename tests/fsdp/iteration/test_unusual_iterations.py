@@ -1,6 +1,6 @@
 """Iterations that take an odd course: nested ``no_sync``, sums that are cleared, backwards that fail."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from stale_memory import stale_empty
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from watching import Watcher
 
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig
 from maingrad.ddp.buckets import iteration_ends
-from maingrad.ddp.buckets.iteration_ends import IterationWatcher
 from maingrad.fsdp import fully_shard
 from maingrad.fsdp.iteration.hooks import BackwardEnd
 from maingrad.fsdp.iteration.rounds import State
@@ -171,26 +171,10 @@ def test_an_iteration_that_ends_after_its_sums_were_cleared_has_none(placements:
         assert not any(grad.any() for grad in grads)
 
 
-class Ends(IterationWatcher):
-    """Keeps how many backwards each iteration counts."""
-
-    def __init__(self) -> None:
-        self.trained: list[int] = []
-
-    def ended(self, model: nn.Module, axes: Sequence[dist.ProcessGroup], trained: Collection[int]) -> None:
-        self.trained.append(len(trained))
-
-    def stepped(self, model: nn.Module, found_inf: Tensor | None) -> None:
-        return
-
-    def discarded(self, model: nn.Module, *, skipped: bool) -> None:
-        return
-
-
 def test_backwards_whose_sums_were_cleared_are_not_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
     """The scales of ``DelayedScaling`` follow the backwards that an iteration counts."""
-    ends = Ends()
-    monkeypatch.setattr(iteration_ends, "_watchers", [ends])
+    watcher = Watcher()
+    monkeypatch.setattr(iteration_ends, "_watchers", [watcher])
     model = sharded()
     for indices, cleared_before in (((0, 1), None), ((0, 1, 2), 2)):
         for index in indices:
@@ -199,7 +183,49 @@ def test_backwards_whose_sums_were_cleared_are_not_told_of(monkeypatch: pytest.M
             with model.no_sync() if index != indices[-1] else nullcontext():
                 model(batch(index, 0)).backward()
         model.zero_grad()
-    assert ends.trained == [2, 1]
+    assert [count for what, _, count in watcher.told if what == "ended"] == [2, 1]
+
+
+def told_by(watcher: Watcher, model: nn.Module) -> list[tuple[Any, ...]]:
+    """What it was told since the last call. Each forward outside an iteration says that nothing is left of before."""
+    told, watcher.told = watcher.told, []
+    assert all(of is model for _, of, _ in told)
+    found = [(what, value) for what, _, value in told]
+    return [each for each, before in zip(found, [None, *found], strict=False) if each != before]
+
+
+def test_watchers_are_told_of_each_end_step_and_discard(monkeypatch: pytest.MonkeyPatch) -> None:
+    watcher = Watcher()
+    monkeypatch.setattr(iteration_ends, "_watchers", [watcher])
+    model = sharded()
+    with model.no_sync():
+        model(batch(0, 0)).backward()
+    model(batch(1, 0)).backward()
+    assert told_by(watcher, model) == [("discarded", False), ("ended", 2)]
+    model.zero_grad()
+    model(batch(0, 0)).backward()
+    assert told_by(watcher, model) == [("discarded", False), ("ended", 1)], "nobody trains it, so far"
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    optimizer.found_inf = torch.zeros(())  # as a scaler sets it
+    optimizer.step()
+    optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match="in the middle"):
+        model(batch(0, 0), fails=True).backward()
+    model(batch(0, 0)).backward()
+    assert told_by(watcher, model) == [("stepped", optimizer.found_inf), ("discarded", True), ("ended", 1)]
+
+
+def test_a_step_that_a_scaler_skips_is_one_of_an_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its gradients are discarded as those of a skipped step, though no step was ever seen."""
+    watcher = Watcher()
+    monkeypatch.setattr(iteration_ends, "_watchers", [watcher])
+    model = sharded()
+    model(batch(0, 0)).backward()
+    grads = [param.grad for param in model.parameters()]
+    torch._amp_foreach_non_finite_check_and_unscale_(grads, torch.zeros(1), torch.ones(1))
+    model.zero_grad()
+    model(batch(0, 0))
+    assert told_by(watcher, model) == [("discarded", False), ("ended", 1), ("discarded", True)]
 
 
 def cleared_after_the_end() -> list[Tensor]:

@@ -283,3 +283,25 @@ def with_context_parallel_ranks(sizes: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("sizes", [(2, 2, 2), (1, 2, 2), (2, 1, 2), (2, 2, 1)])
 def test_context_parallel_ranks_share_shards(sizes: tuple[int, ...]) -> None:
     simulate(with_context_parallel_ranks, math.prod(sizes), sizes)
+
+
+class Pretrained(nn.Linear):
+    """Saves itself as models of transformers do."""
+
+    def save_pretrained(self, folder: str, *, state_dict: Any = None) -> tuple[str, list[int]]:
+        state = self.state_dict() if state_dict is None else state_dict
+        return folder, list(state["weight"].shape)
+
+
+def test_save_pretrained_is_refused_where_it_would_write_one_ranks_part() -> None:
+    def on_each_rank() -> None:
+        model: Any = fully_shard(Pretrained(4, 6))
+        state = model.state_dict()
+        with pytest.raises(RuntimeError, match=r"save_pretrained of FSDPPretrained.*within model.unsharded\(\)"):
+            model.save_pretrained("folder")
+        assert model.save_pretrained("folder", state_dict=state) == ("folder", [6, 4])
+        with model.unsharded():
+            assert model.save_pretrained("folder") == ("folder", [6, 4])
+
+    simulate(on_each_rank, 2)
+    assert not hasattr(fully_shard(nn.Linear(4, 6)), "save_pretrained")

@@ -1,5 +1,6 @@
 """torch's ``parallelize_module`` under ``fully_shard``: a Llama against plain PyTorch over all data."""
 
+import warnings
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from maingrad.fsdp import fully_shard
@@ -268,3 +269,24 @@ def test_ranks_of_one_seed_draw_slices_of_one_whole(tied: bool) -> None:
     for found in simulate(drawn, 4, tied):
         for name, value in whole.state_dict().items():
             assert torch.equal(found[name], value), name
+
+
+def test_an_ignored_dtensor_that_nobody_averages_is_said() -> None:
+    """Its mesh looks as if somebody did. One that is frozen, or over all these ranks, is no trouble."""
+
+    def on_each_rank() -> list[list[str]]:
+        mesh = make_mesh(2, 2)
+        said = []
+        for over, trained in (("tp", True), ("tp", False), ("dp", True)):
+            model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+            whole = distribute_tensor(model[0].weight.detach(), mesh[over], [Replicate()])
+            model[0].weight = nn.Parameter(whole, requires_grad=trained)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                fully_shard(model, mesh["dp"], ignored_params=[model[0].weight])
+            said.append([str(each.message) for each in caught if "ignored" in str(each.message)])
+        return said
+
+    for rank, ((text,), *others) in enumerate(simulate(on_each_rank, 4)):
+        assert f"nobody averages its gradient over ranks [{(rank + 2) % 4}]" in text
+        assert not any(others)

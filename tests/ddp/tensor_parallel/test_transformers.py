@@ -7,13 +7,12 @@ import torch
 import torch.distributed as dist
 from gloo import run_ranks
 from parallel_llama import OLD_DTENSORS, assert_grads, full, make_mesh, whole_grads
-from torch import nn
 
 from maingrad.ddp import WORLD_OF_ONE, DistributedDataParallel, DistributedDataParallelConfig
 from maingrad.ddp.plan.model_slice import model_slice_of
 from maingrad.fsdp import fully_shard
 from maingrad.launch.simulation.simulate import simulate
-from maingrad.te_integration import convert_linears, unconvert
+from maingrad.te_integration import convert_linears
 
 pytest.importorskip("transformers")
 from cut_transformers import cut, loss_of, make
@@ -104,43 +103,6 @@ def test_gradients_under_fully_shard(kind: str) -> None:
     if OLD_DTENSORS and kind == "Qwen3Moe":
         pytest.skip("torch puts no packed cut together, by which this test compares")
     simulate(sharded_grads, 4, kind)
-
-
-def test_conversion_of_a_cut_model_may_be_undone() -> None:
-    def on_each_rank() -> None:
-        mesh = make_mesh(1, 2)
-        model = make("Llama")
-        cut(model, mesh)
-        loss = loss_of(model, 0)
-        convert_linears(model)
-        torch.testing.assert_close(loss_of(model, 0), loss)
-        unconvert(model)
-        assert type(model.lm_head) is nn.Linear
-        torch.testing.assert_close(loss_of(model, 0), loss)
-
-    simulate(on_each_rank, 2)
-
-
-@pytest.mark.parametrize("order", ["convert first", "tp first"])
-def test_a_head_that_is_cut_keeps_its_loss(order: str) -> None:
-    """A fused loss reads the head's weight, of which each rank has a slice."""
-
-    def on_each_rank() -> str:
-        mesh = make_mesh(1, 2)
-        model = make("Llama")
-        if order == "tp first":
-            cut(model, mesh)
-        conversion = convert_linears(model, fused_loss=True)
-        if order == "tp first":
-            (reason,) = conversion.unfused_losses.values()
-            return reason
-        cut(model, mesh)
-        with pytest.raises(ValueError, match="fused_loss") as raised:
-            DistributedDataParallel(model, process_group=mesh["dp"])
-        return str(raised.value)
-
-    for text in simulate(on_each_rank, 2):
-        assert "slice" in text
 
 
 def loaded(folder: str) -> dict[str, int]:

@@ -33,7 +33,7 @@ from torch.distributed.tensor.parallel import (
 
 from maingrad.ddp import DistributedDataParallel
 from maingrad.ddp.plan.model_slice import model_slice_of
-from maingrad.ddp.plan.tensor_parallel.localize import localize
+from maingrad.ddp.plan.tensor_parallel.localize import is_one_slice, localize, whole_while
 from maingrad.fsdp import fully_shard
 from maingrad.launch.simulation.simulate import SimulatedRankError, simulate
 from maingrad.te_integration import LayerNormLinear, Linear, LinearCrossEntropy, convert_linears, unconvert
@@ -403,3 +403,28 @@ def norm_of_heads() -> None:
 
 def test_norms_of_heads_count_all_heads() -> None:
     simulate(norm_of_heads, 4)
+
+
+def test_slices_get_their_parts_of_whole_initial_values() -> None:
+    """As wide as a model that is not cut draws them; what has values already stays."""
+
+    def on_each_rank() -> Tensor:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        layer = nn.Linear(2, 4)
+        for name in ("weight", "bias"):
+            setattr(layer, name, distributed(getattr(layer, name), mesh, Shard(0)))
+            assert is_one_slice(getattr(layer, name))
+        localize(layer)
+        assert not is_one_slice(layer.weight)
+        weight, bias, given = layer.weight, layer.bias, layer.bias.detach().clone()
+        with whole_while(layer, ["weight"], lambda part, shape: torch.empty(shape, dtype=part.dtype)):
+            assert layer.weight.shape == (4, 2)
+            assert isinstance(layer.weight, nn.Parameter)
+            assert layer.bias is bias
+            with torch.no_grad():
+                layer.weight.copy_(torch.arange(8.0).view(4, 2))
+        assert layer.weight is weight
+        assert torch.equal(layer.bias, given)
+        return weight.detach()
+
+    assert torch.equal(torch.cat(simulate(on_each_rank, 2)), torch.arange(8.0).view(4, 2))

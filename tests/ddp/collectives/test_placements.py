@@ -1,0 +1,61 @@
+"""Rows of the table of placements, and the reductions of rows that only sharded models have."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from maingrad.ddp.collectives.rank_grid import make_grid
+from maingrad.ddp.collectives.reduction import PLACEMENTS, AxisPlacement, GradReduction, Placement, Placements
+from maingrad.launch import simulate
+
+WHOLE, SHARDED = Placement.WHOLE, Placement.SHARDED
+
+
+def axis(letters: str) -> AxisPlacement:
+    """``"wws"``: whole parameter, whole gradient, sharded optimizer."""
+    return AxisPlacement(*({"w": WHOLE, "s": SHARDED}[letter] for letter in letters))
+
+
+REFUSED = {
+    ("sws", "www"): "inner axis: parameter sharded, gradient whole",
+    ("wsw", "www"): "inner axis: .*what shards the gradient the optimizer",
+    ("sss", "sws"): "outer axis: parameter sharded, gradient whole",
+    ("www", "wws"): "optimizer: whole on the inner axis and sharded on the outer one; swap the axes",
+    ("sss", "sss"): "sharded on both axes are sharded over all ranks",
+    ("sss", "wss"): "sharded on both axes are sharded over all ranks",
+}
+
+
+@pytest.mark.parametrize("row", REFUSED)
+def test_rows_that_cannot_be_are_refused(row: tuple[str, str]) -> None:
+    with pytest.raises(ValueError, match=REFUSED[row]):
+        Placements(*map(axis, row)).check()
+
+
+def test_rows_of_the_table_can_be() -> None:
+    for row in PLACEMENTS.values():
+        row.check()
+
+
+@pytest.mark.parametrize(("name", "numel"), [("hsdp_zero1", 2), ("hsdp", 4), ("ddp", 8)])
+def test_each_rank_owns_the_sum_that_its_row_says(name: str, numel: int) -> None:
+    """Of two instances of two ranks."""
+
+    def on_each_rank() -> tuple[tuple[int, int], int, Tensor]:
+        mesh = init_device_mesh("cpu", (2, 2))
+        reduction = GradReduction(make_grid(mesh), PLACEMENTS[name], factor=0.5, device=torch.device("cpu"))
+        grads = torch.arange(8.0) * 4 ** dist.get_rank()
+        reduction.start(grads).wait()
+        owned = reduction.owned_range(8)
+        return owned, reduction.num_replicas, grads[slice(*owned)]
+
+    total = torch.arange(8.0) * (1 + 4 + 16 + 64) / 2
+    found = simulate(on_each_rank, 4)
+    for (start, end), replicas, part in found:
+        assert end - start == numel
+        assert replicas == numel // 2
+        assert torch.equal(part, total[start:end])
+    starts = {"hsdp_zero1": [0, 4, 2, 6], "hsdp": [0, 4, 0, 4], "ddp": [0] * 4}
+    assert [start for (start, _), _, _ in found] == starts[name]

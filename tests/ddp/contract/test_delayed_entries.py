@@ -1,0 +1,145 @@
+"""Entries of delayed weight gradients by themselves: without a wrapper of ours, where nobody else counts them."""
+
+import gc
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from maingrad.ddp import DistributedDataParallel
+from maingrad.ddp.contract.delayed import DelayedWgrad, absorb_late_sum, add_to_grad, compute_pending, live_queue
+from maingrad.ddp.contract.record import GradRecord
+from maingrad.te_integration import Linear, WgradQueue
+
+
+def entry_of(*weights: Tensor, operand: Tensor | None = None) -> DelayedWgrad:
+    """Adds ones to ``.grad`` of the weights, which it does not keep alive."""
+    references = [weakref.ref(weight) for weight in weights]
+
+    def alive() -> Sequence[Tensor]:
+        return [weight for each in references if (weight := each()) is not None]
+
+    def write(entry: DelayedWgrad, *_: Any) -> None:
+        for weight in alive():
+            add_to_grad(weight, torch.ones_like(weight, dtype=torch.float64), None)
+
+    return DelayedWgrad(write, (torch.ones(1) if operand is None else operand,), (), "layer", 0, alive)
+
+
+def step_over(*weights: Tensor) -> None:
+    torch.optim.SGD(weights, lr=1.0).step()
+
+
+PENDING = r"SGD.step\(\) while a delayed weight gradient of layer is pending"
+
+
+def test_a_step_over_what_is_pending_is_refused_until_it_is_computed_or_dropped() -> None:
+    weight, other = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+    entry = entry_of(weight)
+    assert entry.serves(weight)
+    assert not entry.serves(other)
+    assert entry.waits
+    step_over(other)
+    with pytest.raises(RuntimeError, match=PENDING):
+        step_over(other, weight)
+    entry.run()
+    assert not entry.waits
+    step_over(weight)
+    assert weight.tolist() == [-1, -1]
+    with pytest.raises(RuntimeError, match="was computed or dropped already"):
+        entry.run()
+    dropped = entry_of(weight)
+    dropped.drop()
+    step_over(weight)
+    with pytest.raises(RuntimeError, match="was computed or dropped already"):
+        dropped.run()
+
+
+def test_a_lost_gradient_is_said_once_to_who_steps_over_its_weight() -> None:
+    weight, other = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+    entry_of(weight).lose()
+    step_over(other)
+    with pytest.raises(RuntimeError, match=PENDING):
+        step_over(weight)
+    step_over(weight)
+    gone = nn.Parameter(torch.zeros(2))
+    entry = entry_of(gone)
+    entry.lose()
+    del gone
+    gc.collect()
+    assert entry.is_orphaned
+    step_over(weight)
+
+
+def test_an_operand_that_was_changed_meanwhile_is_refused() -> None:
+    weight, operand = nn.Parameter(torch.zeros(2)), torch.ones(1)
+    entry = entry_of(weight, operand=operand)
+    operand.add_(1)
+    with pytest.raises(RuntimeError, match=r"layer: the input or the output gradient .* was changed in place"):
+        entry.run()
+    entry.drop()
+
+
+def test_sums_in_grad_have_the_weights_dtype() -> None:
+    weight = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
+    for _ in range(2):
+        add_to_grad(weight, torch.tensor([1.0, 2.0]), None)
+    assert weight.grad is not None
+    assert weight.grad.dtype is torch.bfloat16
+    assert weight.grad.tolist() == [2, 4]
+
+
+def test_unfused_gradients_of_one_microbatch_go_into_main_grad_together() -> None:
+    """Behind the last of them: ``.grad`` may show this iteration's gradient by then."""
+    layer = nn.Linear(2, 1, bias=False)
+    ddp = DistributedDataParallel(layer)
+    (record,) = ddp.records
+    entries = [DelayedWgrad(lambda *_: None, (torch.ones(1),), [record], "layer", 0) for _ in range(2)]
+    for entry in entries:
+        assert not entry.is_orphaned
+        add_to_grad(layer.weight, torch.tensor([[1.0, 2.0]]), record)
+        absorb_late_sum(layer.weight, record, entry)
+        entry.run()
+    assert layer.weight.grad is None
+    assert layer.weight.main_grad.tolist() == [[2, 4]]
+    assert record.num_hook_writes == 1
+    assert record.late_sum is None
+
+
+def test_pending_gradients_are_computed_in_bucket_order_and_each_once() -> None:
+    done: list[int] = []
+    records = [
+        GradRecord(str(n), torch.zeros(1), first_write_overwrites=False, shared=False, bucket_index=n) for n in (2, 0)
+    ]
+    for number, record in enumerate(records):
+        entry = DelayedWgrad(lambda *_: None, (torch.ones(1),), records[number:], "layer", 0)
+        entry.pending.compute = lambda number=number: done.append(number)  # type: ignore[misc]
+        assert entry.is_last_of(record) is (number == 0)
+    foreign = DelayedWgrad(lambda *_: None, (torch.ones(1),), records[:1], "theirs", 0)
+    assert foreign.pending.compute is None
+    compute_pending(records)
+    assert done == [0, 1]
+
+
+def test_a_queue_that_was_let_go_is_named() -> None:
+    queue = WgradQueue()
+    assert live_queue(weakref.ref(queue), "layer") is queue
+    reference = weakref.ref(queue)
+    del queue
+    with pytest.raises(RuntimeError, match=r"layer: the WgradQueue .* was let go before backward"):
+        live_queue(reference, "layer")
+
+
+def test_functions_that_were_registered_run_behind_each_backward_dw() -> None:
+    """Foreign providers reduce in them."""
+    layer, seen = Linear(4, 4, bias=False, delay_wgrad_compute=True), []
+    layer.register_wgrad_accumulation_and_reduce_hooks(lambda: seen.append(layer.weight.grad is not None))
+    layer.register_wgrad_accumulation_and_reduce_hooks(lambda: seen.append(layer.need_backward_dw()))
+    layer.backward_dw()
+    assert seen == []
+    layer(torch.ones(2, 4)).sum().backward()
+    layer.backward_dw()
+    assert seen == [True, False]

@@ -1,0 +1,50 @@
+"""Conversion of models that transformers has cut by their ``tp_plan``."""
+
+import pytest
+import torch
+from parallel_llama import make_mesh
+from torch import nn
+
+from maingrad.ddp import DistributedDataParallel
+from maingrad.launch.simulation.simulate import simulate
+from maingrad.te_integration import convert_linears, unconvert
+
+pytest.importorskip("transformers")
+from cut_transformers import cut, loss_of, make
+
+
+def test_conversion_of_a_cut_model_may_be_undone() -> None:
+    def on_each_rank() -> None:
+        mesh = make_mesh(1, 2)
+        model = make("Llama")
+        cut(model, mesh)
+        loss = loss_of(model, 0)
+        convert_linears(model)
+        torch.testing.assert_close(loss_of(model, 0), loss)
+        unconvert(model)
+        assert type(model.lm_head) is nn.Linear
+        torch.testing.assert_close(loss_of(model, 0), loss)
+
+    simulate(on_each_rank, 2)
+
+
+@pytest.mark.parametrize("order", ["convert first", "tp first"])
+def test_a_head_that_is_cut_keeps_its_loss(order: str) -> None:
+    """A fused loss reads the head's weight, of which each rank has a slice."""
+
+    def on_each_rank() -> str:
+        mesh = make_mesh(1, 2)
+        model = make("Llama")
+        if order == "tp first":
+            cut(model, mesh)
+        conversion = convert_linears(model, fused_loss=True)
+        if order == "tp first":
+            (reason,) = conversion.unfused_losses.values()
+            return reason
+        cut(model, mesh)
+        with pytest.raises(ValueError, match="fused_loss") as raised:
+            DistributedDataParallel(model, process_group=mesh["dp"])
+        return str(raised.value)
+
+    for text in simulate(on_each_rank, 2):
+        assert "slice" in text
