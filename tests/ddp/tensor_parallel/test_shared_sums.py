@@ -112,7 +112,8 @@ def graphs_of_blocks() -> int:
     torch.set_num_threads(1)
     torch._dynamo.reset()
     counters.clear()
-    mesh, model = make_mesh(1, 2), convert_linears(nn.Sequential(*(Block() for _ in range(3))))
+    mesh, model = make_mesh(1, 2), nn.Sequential(*(Block() for _ in range(3)))
+    convert_linears(model)
     ranks = mesh["tp"]
     for block in model:
         parallelize_module(block.attention, ranks, PLAN)
