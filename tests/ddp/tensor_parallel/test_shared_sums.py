@@ -119,7 +119,7 @@ def graphs_of_blocks() -> int:
         parallelize_module(block.attention, ranks, PLAN)
         block.compile(backend="aot_eager", fullgraph=True)
     wrapped = DistributedDataParallel(model, process_group=mesh["dp"], tensor_parallel_group=ranks)
-    wrapped(torch.randn(3, 8)).square().sum().backward()
+    wrapped(torch.randn(3, 8, requires_grad=True)).square().sum().backward()
     return int(counters["stats"]["unique_graphs"])
 
 
