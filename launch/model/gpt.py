@@ -22,8 +22,10 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from ...te_integration import Embedding, Linear, LinearCrossEntropy, autocast
+from ...te_integration.dense.products import Ranks
+from ...te_integration.dense.tensor_parallel import from_rows
 from ..config.run import ModelConfig
-from ..parallelizing.exchanges import draws_apart, enter, leave, ulysses
+from ..parallelizing.exchanges import draws_apart, ulysses
 from .feed_forward import FeedForward, make_linear
 from .loss import count_targets, find_padding, mean_loss
 from .moe import MixtureOfExperts, RouterLoss
@@ -76,7 +78,7 @@ class Attention(nn.Module):
 
         With ``context_group`` T is that of this rank's part of the sequences, but in ``mask`` that of the whole ones.
         """
-        q, k, v = self.qkv(enter(x, self.tensor_group)).split(self.split, dim=-1)
+        q, k, v = self.qkv(x).split(self.split, dim=-1)
         q = rotate(rearrange(q, "b t (h c) -> b h t c", h=self.num_heads), cos, sin)
         k = rotate(rearrange(k, "b t (k c) -> b k t c", k=self.num_kv_heads), cos, sin)
         v = rearrange(v, "b t (k c) -> b k t c", k=self.num_kv_heads)
@@ -97,7 +99,8 @@ class Attention(nn.Module):
                 )
 
         mixed = ulysses(attend, q.to(dtype), k.to(dtype), v.to(dtype), self.context_group)
-        return leave(self.out(rearrange(mixed, "b h t c -> b t (h c)").to(x.dtype)), self.tensor_group)
+        y: Tensor = self.out(rearrange(mixed, "b h t c -> b t (h c)").to(x.dtype))
+        return y
 
 
 class Block(nn.Module):
@@ -183,6 +186,10 @@ class GPT(nn.Module):
         self.rotary_sin: Tensor
         self.context_group: dist.ProcessGroup | None = None
         """The ranks that have the other parts of the sequences; ``share_sequences`` sets it."""
+        self.tensor_ranks: Ranks | None = None
+        """The ranks that have the other words' rows of embedding and head; ``cut_gpt`` sets it."""
+        self.first_word = 0
+        """The token id of this rank's first row."""
         self.loss_parts: LossParts | None = None
         """Parts of the loss of the last training forward with targets; None without experts."""
         self.reset_parameters()
@@ -223,7 +230,7 @@ class GPT(nn.Module):
         Negative targets do not count, and experts and their routers leave out padding: the places of a row behind its
         last target that counts. With ``positions`` [B, T] int64, which begin at 0 with each document, attention
         stays within documents; rotary positions are relative, so those of the sequence serve all documents. They are
-        those of whole sequences where ranks share sequences.
+        those of whole sequences where ranks share sequences. Logits of tensor-parallel ranks are those of their words.
 
         In training, the returned loss includes the losses of all routers; ``loss_parts`` holds the parts.
         Raises ``ValueError`` for sequences longer than ``context_length``.
@@ -238,8 +245,8 @@ class GPT(nn.Module):
         places = slice(part * length, (part + 1) * length)
         cos, sin = self.rotary_cos[places], self.rotary_sin[places]
         mask = None if positions is None else _within_documents(positions)
-        is_padding = None if targets is None or not self.config.num_experts else find_padding(targets)
-        x = self.dropout(self.embedding(tokens))
+        is_padding = None if targets is None or not self.config.num_experts else find_padding(targets, group)
+        x = self.dropout(self._embedded(tokens))
         router_losses = []
         for block in self.blocks:
             x, router_loss = block(x, cos, sin, mask, is_padding)
@@ -252,12 +259,22 @@ class GPT(nn.Module):
             if self.config.fused_loss:
                 loss: Tensor = self.head(self.norm(x), targets, num_tokens=count_targets(targets))
             else:
-                loss = mean_loss(self.head(self.norm(x)), targets)
+                loss = mean_loss(self.head(self.norm(x)), targets, self.tensor_ranks, self.first_word)
         if router_losses:
             weighted, balance, z, max_load = map(torch.stack, zip(*router_losses, strict=True))
             self.loss_parts = LossParts(loss.detach(), balance.mean(), z.mean(), max_load.max())
             loss = loss + weighted.sum()
         return loss
+
+    def _embedded(self, tokens: Tensor) -> Tensor:
+        """``tokens`` [B, T] -> [B, T, D]; under sequence parallelism this rank's part of T."""
+        if self.tensor_ranks is None:
+            whole: Tensor = self.embedding(tokens)
+            return whole
+        rows, own = self.embedding.num_embeddings, tokens - self.first_word
+        # Other ranks' words get any rows: many of one row would make its gradient one long sum.
+        found = self.embedding(own.remainder(rows)).masked_fill(((own < 0) | (own >= rows))[..., None], 0.0)
+        return from_rows(found, self.tensor_ranks)
 
 
 def _make_head(config: ModelConfig, device: torch.device | None) -> Linear | LinearCrossEntropy:

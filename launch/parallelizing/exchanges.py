@@ -1,8 +1,8 @@
-"""Differentiable exchanges between the ranks that compute one sample: parts of sequences and heads, and sums.
+"""What the ranks that compute one sample exchange beside the products of their layers.
 
 Context-parallel ranks have a part of each sequence. ``ulysses`` lets their attention see whole sequences, of some heads
-(Jacobs et al., 2023). Tensor-parallel ranks have parts of the weights: ``enter`` and ``leave`` are the two borders of
-what they compute apart (Shoeybi et al., 2019), and ``draws_apart`` is for random numbers in between.
+(Jacobs et al., 2023). Tensor-parallel ranks have parts of the weights: ``draws_apart`` is for random numbers of what
+they compute apart.
 
 Legend: n ranks of the group, B sequences, H heads, T tokens of a whole sequence, C width of a head.
 """
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from einops import rearrange
 from torch import Tensor
 
-__all__ = ["draws_apart", "enter", "leave", "ulysses"]
+__all__ = ["draws_apart", "ulysses"]
 
 
 def ulysses(
@@ -58,18 +58,6 @@ def ulysses(
     return rearrange(_exchange(rearrange(mixed, "b h (n t) c -> n b h t c", n=size), group), "n b h t c -> b (n h) t c")
 
 
-def enter(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """``x``, which all ranks have, before each computes with its part of the weights: backward sums its gradients."""
-    entered: Tensor = x if group is None else _Enter.apply(x, group)
-    return entered
-
-
-def leave(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """The sum of the ranks' parts ``x``. Each rank's gradient is the sum's."""
-    total: Tensor = x if group is None else _Leave.apply(x, group)
-    return total
-
-
 @contextmanager
 def draws_apart(group: dist.ProcessGroup | None, device: torch.device) -> Iterator[None]:
     """Random numbers in this context differ between the ranks of ``group``; behind it they are equal again.
@@ -102,27 +90,3 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         return _exchange(dy, ctx.group), None
-
-
-class _Enter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return leave(dy, ctx.group), None
-
-
-class _Leave(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        total = x.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return enter(dy, ctx.group), None

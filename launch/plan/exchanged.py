@@ -8,9 +8,14 @@ in each block             all ranks hold                                        
 ========================  =============================================================  ==============================
 tensor-parallel ranks     the inputs [B, T, D] of attention and feed-forward in          2 (n-1)/n of each
                           backward, their outputs in forward, as parts of sums
+with sequence parallelism inputs and sums in forward and in backward, and inputs once     (n-1)/n of each
+                          more for weight gradients of eager code
 context-parallel ranks    q and the mixture [B, H, T, C], k and v [B, K, T, C], of all   (n-1)/n of each
                           n parts of a sequence; their gradients in backward
 ========================  =============================================================  ==============================
+
+Embedding and head of tensor-parallel ranks are together as one feed-forward, and the loss sums three numbers for each
+token, in fp32.
 """
 
 import math
@@ -40,10 +45,24 @@ def exchanges_of(config: Config, ranks: int) -> tuple[Exchange, ...]:
     tokens = rows * (settings.sequence_length // mesh.cp)
     size = tokens * model.dtype("param_dtype").itemsize
     passes = 2 * model.num_layers * settings.num_microbatches
+    whole, sums = model.dim * size, 4 * model.num_layers + 2
+    calls, summed = sums, 2 * sums * whole
+    if mesh.sequence_parallel:
+        # What the products of eager code gather again. Heads that compute the loss keep what they have gathered.
+        fuses = model.fuse_wgrad_accumulation or model.delay_wgrad_layers > 0
+        blocks = 2 * model.num_layers * (fuses and not settings.compile and settings.recipe == "none")
+        calls = 2 * sums + blocks + (fuses and not model.fused_loss)
+        summed = calls * whole
+    calls, summed = calls + 2, summed + 2 * 3 * 4 * tokens
     heads, kv_heads = model.num_heads // mesh.tp, math.lcm(model.num_kv_heads // mesh.tp, mesh.cp)
-    summed, sent = 2 * model.dim * size, 2 * (heads + kv_heads) * model.head_dim * size
+    sent = 2 * (heads + kv_heads) * model.head_dim * size
     found = (
-        Exchange("sums of tensor-parallel ranks", mesh.tp, 2 * passes, passes * 2 * summed * (mesh.tp - 1) // mesh.tp),
+        Exchange(
+            "sums and gathers of tensor-parallel ranks",
+            mesh.tp,
+            calls * settings.num_microbatches,
+            settings.num_microbatches * summed * (mesh.tp - 1) // mesh.tp,
+        ),
         Exchange("parts of sequences for heads", mesh.cp, 4 * passes, passes * sent * (mesh.cp - 1) // mesh.cp),
     )
     return tuple(each for each in found if each.ranks > 1)

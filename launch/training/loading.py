@@ -61,7 +61,7 @@ def load_model(config: Config, runtime: Runtime) -> LanguageModel:
     if isinstance(model, GPT):
         model.share_sequences(runtime.context_group)
         if runtime.tensor_group is not None:
-            cut_gpt(model, runtime.tensor_group.rank(), runtime.mesh.tp, runtime.tensor_group)
+            cut_gpt(model, runtime.tensor_group, sequence_parallel=config.mesh.sequence_parallel)
     recompute_blocks(model.blocks, config)
     # The embedding, the last norm, the head and the loss stay eager. A graph break in a block of the GPT raises.
     for block in model.blocks if config.train.compile else ():

@@ -24,11 +24,16 @@ FAULTS = [
         ],
     ),
     Fault(
-        "75b-the-gradient-of-an-input-is-one-ranks-part",
-        sentence="Tensor-parallel ranks do not sum the gradients of the input that all of them have.",
-        tests=[EXCHANGES + "test_a_product_in_parts_and_its_borders", OF_PARTS],
+        "75b-words-of-other-ranks-are-embedded",
+        sentence="Tensor-parallel ranks add rows of their own for words that another rank has.",
+        tests=[OF_PARTS],
         changes=[
-            Change("maingrad.launch.parallelizing.exchanges", "_Enter.backward", "leave(dy, ctx.group)", "dy"),
+            Change(
+                "maingrad.launch.model.gpt",
+                "GPT._embedded",
+                ".masked_fill(((own < 0) | (own >= rows))[..., None], 0.0)",
+                "",
+            ),
         ],
     ),
     Fault(
@@ -65,16 +70,16 @@ FAULTS = [
             Change(
                 "maingrad.launch.model.cut_gpt",
                 "cut_gpt",
-                "cut(module.qkv, 0, module.split)",
-                "cut(module.qkv, 0, [sum(module.split)])",
+                'cut(module.qkv, "column", module.split)',
+                'cut(module.qkv, "column", [sum(module.split)])',
             )
         ],
     ),
     Fault(
-        "75f-parts-are-put-in-other-places",
-        sentence="A whole weight has the first rank's part in all places.",
+        "75f-uneven-parts-of-a-vocabulary-overlap",
+        sentence="Parts of a vocabulary that does not divide begin where even ones would.",
         tests=[OF_PARTS],
-        changes=[Change("maingrad.launch.model.cut_gpt", "whole_of", "zip(values, boxes,", "zip(values, boxes[::-1],")],
+        changes=[Change("maingrad.launch.model.cut_gpt", "part_of", "rank * each + min(rank, more)", "rank * each")],
     ),
     Fault(
         "75g-masks-of-dropout-are-equal-in-all-heads",
@@ -179,5 +184,42 @@ FAULTS = [
         sentence="verify compares a rank's columns with the first elements of the whole parameter.",
         tests=["tests/launch/verification/test_ranks_of_a_row.py::test_right_plans_are_right"],
         changes=[Change("maingrad.launch.verification.ways", "_in_whole", "held.dim is None", "True")],
+    ),
+    Fault(
+        "75p-a-norms-gradient-is-one-ranks-part",
+        sentence="Under sequence parallelism gradients of norms are averaged, and not summed, over tensor-parallel ranks.",
+        tests=[OF_PARTS, SAME],
+        changes=[Change("maingrad.launch.model.cut_gpt", "cut_gpt", '"partial")', '"dense")')],
+    ),
+    Fault(
+        "75q-a-target-is-looked-up-on-one-rank",
+        sentence="The logit of a target is taken from this rank's words alone.",
+        tests=[OF_PARTS],
+        changes=[
+            Change(
+                "maingrad.te_integration.head.over_ranks", "losses_over_ranks", "whole - sums[1]", "whole - of_target"
+            )
+        ],
+    ),
+    Fault(
+        "75r-the-last-target-is-looked-for-in-one-part",
+        sentence="What lies behind the last target of a rank's part counts as padding, and is a prompt of the next rank's.",
+        tests=[CUT + "test_a_prompt_may_be_on_an_earlier_rank"],
+        changes=[
+            Change("maingrad.launch.model.gpt", "GPT.forward", "find_padding(targets, group)", "find_padding(targets)")
+        ],
+    ),
+    Fault(
+        "75s-another-ranks-target-is-the-first-class",
+        sentence="A head of a part of the classes takes targets of other ranks for its first class.",
+        tests=[OF_PARTS],
+        changes=[
+            Change(
+                "maingrad.kernels.cross_entropy.reference",
+                "_places",
+                "if terms.in_part else None",
+                "if False else None",
+            )
+        ],
     ),
 ]

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig
 from maingrad.launch import make_optimizer, parallelize, simulate
-from maingrad.launch.parallelizing.exchanges import draws_apart, enter, leave, ulysses
+from maingrad.launch.parallelizing.exchanges import draws_apart, ulysses
 from maingrad.te_integration import Linear
 
 HEADS, WIDTH, LENGTH, ROWS = 8, 4, 16, 8
@@ -54,24 +54,6 @@ def test_heads_that_do_not_divide():
         x = torch.zeros(1, 3, 4, 2)
         with pytest.raises(ValueError, match="3 heads do not divide among 2 context-parallel ranks"):
             ulysses(causal, x, x, x, dist.group.WORLD)
-
-    simulate(job, 2)
-
-
-def test_a_product_in_parts_and_its_borders():
-    draw = torch.Generator().manual_seed(0)
-    x = torch.randn(5, 6, generator=draw, dtype=torch.float64, requires_grad=True)
-    up, down = (torch.randn(8, 6, generator=draw, dtype=torch.float64) for _ in range(2))
-    y = F.linear(F.linear(x, up).tanh(), down.T)
-    y.square().sum().backward()
-
-    def job() -> None:
-        own_x, rank = x.detach().clone().requires_grad_(), dist.get_rank()
-        hidden = F.linear(enter(own_x, dist.group.WORLD), up.chunk(2)[rank]).tanh()
-        own_y = leave(F.linear(hidden, down.chunk(2)[rank].T), dist.group.WORLD)
-        torch.testing.assert_close(own_y, y.detach(), rtol=1e-12, atol=1e-12)
-        own_y.square().sum().backward()
-        torch.testing.assert_close(own_x.grad, x.grad, rtol=1e-12, atol=1e-12)
 
     simulate(job, 2)
 
