@@ -108,6 +108,11 @@ class Config:
             "updates whole matrices, of which tensor-parallel ranks have slices: set mesh.tp = 1, or another optimizer"
         )
         self.optimizer.require(self.mesh.tp == 1 or not self.optimizer.has_muon, "name", remedy)
+        ring = self.mesh.cp_attention == "ring"
+        remedy = 'has masks that mesh.cp_attention = "ring" does not know: set "join" or "pad", or "ulysses" there'
+        data.require(not ring or data.documents != "mask", "documents", remedy)
+        remedy = 'does not go with mesh.cp_attention = "ring": leave it out, or set "ulysses" there'
+        settings.require(not (ring and settings.compile), "compile", remedy)
         # Raise for values that contradict ``parallel``.
         check_ddp(self.ddp, self.parallel)
         self.fsdp.check_parallel(self.parallel)

@@ -25,7 +25,7 @@ from ...te_integration import Embedding, Linear, LinearCrossEntropy, autocast
 from ...te_integration.dense.products import Ranks
 from ...te_integration.dense.tensor_parallel import from_rows
 from ..config.run import ModelConfig
-from ..parallelizing.exchanges import draws_apart, ulysses
+from ..parallelizing.exchanges import ALONE, ContextRanks, draws_apart, ring_attention, ulysses
 from .feed_forward import FeedForward, make_linear
 from .loss import count_targets, find_padding, mean_loss
 from .moe import MixtureOfExperts, RouterLoss
@@ -70,13 +70,13 @@ class Attention(nn.Module):
         self.out = make_linear(config, config.dim, config.dim, device, delay_wgrad)
         self.tensor_group: dist.ProcessGroup | None = None
         """The ranks that have the other heads' parts of both weights."""
-        self.context_group: dist.ProcessGroup | None = None
+        self.context = ALONE
         """The ranks that have the other parts of the sequences."""
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
         """``x`` [B, T, D] -> [B, T, D]; ``cos`` and ``sin`` [T, C / 2]; ``mask`` [B, 1, T, T] bool, None: causal.
 
-        With ``context_group`` T is that of this rank's part of the sequences, but in ``mask`` that of the whole ones.
+        With ``context`` T is that of this rank's part of the sequences, but in ``mask`` that of the whole ones.
         """
         q, k, v = self.qkv(x).split(self.split, dim=-1)
         q = rotate(rearrange(q, "b t (h c) -> b h t c", h=self.num_heads), cos, sin)
@@ -98,7 +98,11 @@ class Attention(nn.Module):
                     enable_gqa=k.shape[1] != q.shape[1],
                 )
 
-        mixed = ulysses(attend, q.to(dtype), k.to(dtype), v.to(dtype), self.context_group)
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+        if self.context.ring and self.context.group is not None:
+            mixed = ring_attention(q, k, v, self.context.group)
+        else:
+            mixed = ulysses(attend, q, k, v, self.context.group)
         y: Tensor = self.out(rearrange(mixed, "b h t c -> b t (h c)").to(x.dtype))
         return y
 
@@ -184,7 +188,7 @@ class GPT(nn.Module):
         self.register_buffer("rotary_sin", sin, persistent=False)
         self.rotary_cos: Tensor
         self.rotary_sin: Tensor
-        self.context_group: dist.ProcessGroup | None = None
+        self.context = ALONE
         """The ranks that have the other parts of the sequences; ``share_sequences`` sets it."""
         self.tensor_ranks: Ranks | None = None
         """The ranks that have the other words' rows of embedding and head; ``cut_gpt`` sets it."""
@@ -218,11 +222,11 @@ class GPT(nn.Module):
         """Number of token ids."""
         return self.config.vocab_size
 
-    def share_sequences(self, group: dist.ProcessGroup | None) -> None:
-        """From here on tokens and targets are this rank's part of sequences, the rank-th of equal ones."""
+    def share_sequences(self, context: ContextRanks) -> None:
+        """From here on tokens and targets are this rank's part of sequences, as ``context.own`` has it."""
         for module in self.modules():
             if isinstance(module, GPT | Attention):
-                module.context_group = group
+                module.context = context
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
         """``tokens`` [B, T] int64 -> logits [B, T, V], or with ``targets`` [B, T] the mean cross-entropy in nats, fp32.
@@ -235,17 +239,14 @@ class GPT(nn.Module):
         In training, the returned loss includes the losses of all routers; ``loss_parts`` holds the parts.
         Raises ``ValueError`` for sequences longer than ``context_length``.
         """
-        group = self.context_group
-        length, part, parts = tokens.shape[1], *((0, 1) if group is None else (group.rank(), group.size()))
-        if length * parts > self.config.context_length:
+        length = tokens.shape[1] * self.context.size
+        if length > self.config.context_length:
             raise ValueError(
-                f"a sequence of {length * parts} tokens is longer than model.context_length = "
-                f"{self.config.context_length}"
+                f"a sequence of {length} tokens is longer than model.context_length = {self.config.context_length}"
             )
-        places = slice(part * length, (part + 1) * length)
-        cos, sin = self.rotary_cos[places], self.rotary_sin[places]
+        cos, sin = (self.context.own(table[:length], 0) for table in (self.rotary_cos, self.rotary_sin))
         mask = None if positions is None else _within_documents(positions)
-        is_padding = None if targets is None or not self.config.num_experts else find_padding(targets, group)
+        is_padding = None if targets is None or not self.config.num_experts else find_padding(targets, self.context)
         x = self.dropout(self._embedded(tokens))
         router_losses = []
         for block in self.blocks:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ...te_integration.dense.products import Ranks
 from ...te_integration.head.over_ranks import losses_over_ranks, targets_of_rank
+from ..parallelizing.exchanges import ALONE, ContextRanks
 
 __all__ = ["count_targets", "find_padding", "mean_loss"]
 
@@ -33,17 +34,14 @@ def count_targets(targets: Tensor) -> Tensor:
     return (targets >= 0).sum().clamp(min=1)
 
 
-def find_padding(targets: Tensor, context_ranks: dist.ProcessGroup | None = None) -> Tensor:
+def find_padding(targets: Tensor, context: ContextRanks = ALONE) -> Tensor:
     """Which places of ``targets`` [B, T] lie behind the last target of their row that is not negative; bool [B, T].
 
     No loss depends on these inputs where attention is causal. A negative target before that place may be that of a
-    prompt, which later tokens attend to, those on other ``context_ranks`` too.
+    prompt, which later tokens attend to, those of other ranks of ``context`` too.
     """
-    length = targets.shape[1]
-    places = torch.arange(length, device=targets.device)
-    if context_ranks is not None:
-        places = places + context_ranks.rank() * length
+    places = context.own(torch.arange(targets.shape[1] * context.size, device=targets.device), 0)
     last = torch.where(targets >= 0, places, -1).amax(1, keepdim=True)
-    if context_ranks is not None:
-        dist.all_reduce(last, dist.ReduceOp.MAX, group=context_ranks)
+    if context.group is not None:
+        dist.all_reduce(last, dist.ReduceOp.MAX, group=context.group)
     return places > last

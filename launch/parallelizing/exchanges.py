@@ -1,8 +1,8 @@
 """What the ranks that compute one sample exchange beside the products of their layers.
 
 Context-parallel ranks have a part of each sequence. ``ulysses`` lets their attention see whole sequences, of some heads
-(Jacobs et al., 2023). Tensor-parallel ranks have parts of the weights: ``draws_apart`` is for random numbers of what
-they compute apart.
+(Jacobs et al., 2023). In ``ring_attention`` keys and values travel (Liu et al., 2023). Tensor-parallel ranks have parts
+of the weights: ``draws_apart`` is for random numbers of what they compute apart.
 
 Legend: n ranks of the group, B sequences, H heads, T tokens of a whole sequence, C width of a head.
 """
@@ -10,14 +10,47 @@ Legend: n ranks of the group, B sequences, H heads, T tokens of a whole sequence
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from einops import rearrange
 from torch import Tensor
 
-__all__ = ["draws_apart", "ulysses"]
+from ...kernels.compat import on_first_use
+
+__all__ = ["ALONE", "ContextRanks", "draws_apart", "ring_attention", "ulysses"]
+
+_RING = "torch.distributed.tensor.experimental._context_parallel._attention._templated_ring_attention"
+_LOSS = 'mesh.cp_attention = "ring" has no attention'
+_ring, _ring_backward = on_first_use(_RING, loss=_LOSS), on_first_use(f"{_RING}_backward", loss=_LOSS)
+
+
+class ContextRanks(NamedTuple):
+    """The ranks that have parts of the same sequences."""
+
+    group: dist.ProcessGroup | None = None
+    ring: bool = False
+    """Attention is ``ring_attention``: a rank has a part from the front and one from the back."""
+
+    @property
+    def size(self) -> int:
+        """Number of parts."""
+        return 1 if self.group is None else self.group.size()
+
+    def own(self, x: Tensor, dim: int) -> Tensor:
+        """This rank's part of ``x`` along ``dim``, that of sequences."""
+        if self.group is None:
+            return x
+        rank = self.group.rank()
+        if not self.ring:
+            return x.chunk(self.size, dim)[rank]
+        parts = x.chunk(2 * self.size, dim)
+        return torch.cat((parts[rank], parts[-1 - rank]), dim)
+
+
+ALONE = ContextRanks()
+"""Each rank has whole sequences."""
 
 
 def ulysses(
@@ -58,6 +91,23 @@ def ulysses(
     return rearrange(_exchange(rearrange(mixed, "b h (n t) c -> n b h t c", n=size), group), "n b h t c -> b (n h) t c")
 
 
+def ring_attention(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Causal attention, whose keys and values travel from rank to rank -> [B, H, T / n, C]. Collective.
+
+    q, k, v  [B, H, T / n, C], k and v of as many heads or a divisor: this rank's part, as ``ContextRanks.own`` has it.
+             A causal mask then costs all ranks the same
+
+    It is torch's, of ``torch.distributed.tensor.experimental.context_parallel``, with the flash kernels of the device.
+
+    Raises ``TypeError`` on a GPU for other dtypes than bfloat16 and float16.
+    """
+    if q.is_cuda and q.dtype.itemsize != 2:
+        raise TypeError(f"ring attention multiplies bfloat16 or float16 on a GPU, got {q.dtype}")
+    copies = q.shape[1] // k.shape[1]
+    mixed: Tensor = _Ring.apply(q, k.repeat_interleave(copies, dim=1), v.repeat_interleave(copies, dim=1), group)
+    return mixed
+
+
 @contextmanager
 def draws_apart(group: dist.ProcessGroup | None, device: torch.device) -> Iterator[None]:
     """Random numbers in this context differ between the ranks of ``group``; behind it they are equal again.
@@ -90,3 +140,30 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         return _exchange(dy, ctx.group), None
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup) -> Tensor:
+        aten = torch.ops.aten
+        attend = aten._scaled_dot_product_flash_attention
+        if not q.is_cuda:
+            attend = aten._scaled_dot_product_flash_attention_for_cpu
+        mixed, lse, *rest = _ring()(group, 2, attend, query=q, key=k, value=v, is_causal=True, dropout_p=0.0)
+        ctx.save_for_backward(q, k, v, mixed, lse)
+        names = ("cum_seq_q", "cum_seq_k", "max_q", "max_k", "philox_seed", "philox_offset")
+        ctx.group, ctx.rest = group, dict(zip(names, rest, strict=False))  # of the GPU's kernel
+        found: Tensor = mixed
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, mixed, lse = ctx.saved_tensors
+        aten = torch.ops.aten
+        attend = aten._scaled_dot_product_flash_attention_backward
+        if not q.is_cuda:
+            attend = aten._scaled_dot_product_flash_attention_for_cpu_backward
+        operands = {"query": q, "key": k, "value": v, "out": mixed, "logsumexp": lse, "grad_out": dy.contiguous()}
+        options = {"grad_out_name": "grad_out", "is_causal": True, "dropout_p": 0.0}
+        grads = _ring_backward()(ctx.group, 2, attend, **operands, **options, **ctx.rest)
+        return *grads[:3], None

@@ -12,6 +12,8 @@ with sequence parallelism inputs and sums in forward and in backward, and inputs
                           more for weight gradients of eager code
 context-parallel ranks    q and the mixture [B, H, T, C], k and v [B, K, T, C], of all   (n-1)/n of each
                           n parts of a sequence; their gradients in backward
+in a ring                 k and v [B, H, T, C] in forward and in backward; their         n-1 of each, and n of the
+                          gradients in backward, in fp32                                 gradients
 ========================  =============================================================  ==============================
 
 Embedding and head of tensor-parallel ranks are together as one feed-forward, and the loss sums three numbers for each
@@ -43,7 +45,8 @@ def exchanges_of(config: Config, ranks: int) -> tuple[Exchange, ...]:
         return ()
     rows = settings.sequences_per_microbatch(mesh.data_ranks(ranks))
     tokens = rows * (settings.sequence_length // mesh.cp)
-    size = tokens * model.dtype("param_dtype").itemsize
+    item = model.dtype("param_dtype").itemsize
+    size = tokens * item
     passes = 2 * model.num_layers * settings.num_microbatches
     whole, sums = model.dim * size, 4 * model.num_layers + 2
     calls, summed = sums, 2 * sums * whole
@@ -56,6 +59,8 @@ def exchanges_of(config: Config, ranks: int) -> tuple[Exchange, ...]:
     calls, summed = calls + 2, summed + 2 * 3 * 4 * tokens
     heads, kv_heads = model.num_heads // mesh.tp, math.lcm(model.num_kv_heads // mesh.tp, mesh.cp)
     sent = 2 * (heads + kv_heads) * model.head_dim * size
+    around = 2 * heads * model.head_dim * size  # keys and values
+    ring = passes // 2 * (2 * (mesh.cp - 1) * around + mesh.cp * around // item * 4)
     found = (
         Exchange(
             "sums and gathers of tensor-parallel ranks",
@@ -65,4 +70,6 @@ def exchanges_of(config: Config, ranks: int) -> tuple[Exchange, ...]:
         ),
         Exchange("parts of sequences for heads", mesh.cp, 4 * passes, passes * sent * (mesh.cp - 1) // mesh.cp),
     )
+    if mesh.cp_attention == "ring":
+        found = found[0], Exchange("keys and values of a ring", mesh.cp, passes // 2 * (2 + mesh.cp), ring)
     return tuple(each for each in found if each.ranks > 1)

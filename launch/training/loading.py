@@ -59,7 +59,7 @@ def load_model(config: Config, runtime: Runtime) -> LanguageModel:
     )
     check_model(config, model)
     if isinstance(model, GPT):
-        model.share_sequences(runtime.context_group)
+        model.share_sequences(runtime.context)
         if runtime.tensor_group is not None:
             cut_gpt(model, runtime.tensor_group, sequence_parallel=config.mesh.sequence_parallel)
     recompute_blocks(model.blocks, config)

@@ -210,10 +210,8 @@ class _Trainer:
 
     def _own_part(self, batch: Batch) -> Batch:
         """This rank's part of the sequences. Positions are whole: they say who may attend to whom."""
-        mesh, part = self.runtime.mesh, self.runtime.loss_rank % self.runtime.mesh.cp
-        return batch._replace(
-            inputs=batch.inputs.chunk(mesh.cp, dim=1)[part], targets=batch.targets.chunk(mesh.cp, dim=1)[part]
-        )
+        own = self.runtime.context.own
+        return batch._replace(inputs=own(batch.inputs, 1), targets=own(batch.targets, 1))
 
     def _document_arguments(self, step: int, batches: list[Batch]) -> list[Tensor]:
         """Arguments of ``_iteration``: none where all targets count, else weights, and under ``"mask"`` positions.

@@ -57,8 +57,8 @@ FAULTS = [
             Change(
                 "maingrad.launch.model.gpt",
                 "GPT.forward",
-                "places = slice(part * length, (part + 1) * length)",
-                "places = slice(0, length)",
+                "self.context.own(table[:length], 0)",
+                "table[: tokens.shape[1]]",
             )
         ],
     ),
@@ -98,8 +98,8 @@ FAULTS = [
             Change(
                 "maingrad.launch.training.train",
                 "_Trainer._step",
-                "[settings.seed, step, self.runtime.loss_rank]",
-                "[settings.seed, step, self.runtime.rank]",
+                "runtime.rank if runtime.mesh.sequence_parallel else runtime.loss_rank",
+                "runtime.rank",
             )
         ],
     ),
@@ -132,14 +132,14 @@ FAULTS = [
     ),
     Fault(
         "75k-the-rest-of-a-sequence-is-not-read",
-        sentence="All context-parallel ranks train on the first part of the sequences.",
+        sentence="All context-parallel ranks take the targets of the first part of the sequences.",
         tests=[SAME],
         changes=[
             Change(
                 "maingrad.launch.training.train",
                 "_Trainer._own_part",
-                "self.runtime.loss_rank % self.runtime.mesh.cp",
-                "0",
+                "targets=own(batch.targets, 1)",
+                "targets=batch.targets.chunk(self.runtime.context.size, 1)[0]",
             )
         ],
     ),
@@ -175,7 +175,7 @@ FAULTS = [
         tests=[PLAN + "test_plan.py::test_plan_of_tensor_parallel_ranks_is_what_training_allocates"],
         changes=[
             Change(
-                "maingrad.launch.plan.units", "_buckets", '"dense": inner_size * config.mesh.tp', '"dense": inner_size'
+                "maingrad.launch.plan.units", "_buckets", "copies = inner_size * config.mesh.tp", "copies = inner_size"
             )
         ],
     ),
@@ -206,7 +206,12 @@ FAULTS = [
         sentence="What lies behind the last target of a rank's part counts as padding, and is a prompt of the next rank's.",
         tests=[CUT + "test_a_prompt_may_be_on_an_earlier_rank"],
         changes=[
-            Change("maingrad.launch.model.gpt", "GPT.forward", "find_padding(targets, group)", "find_padding(targets)")
+            Change(
+                "maingrad.launch.model.gpt",
+                "GPT.forward",
+                "find_padding(targets, self.context)",
+                "find_padding(targets)",
+            )
         ],
     ),
     Fault(

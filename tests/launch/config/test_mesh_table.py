@@ -17,6 +17,25 @@ from maingrad.launch.config.run import Config, ConfigError, MeshConfig, ModelCon
         ({"mesh": {"tp": 3}}, r"mesh\.tp = 3: must divide model\.num_heads = 4"),
         ({"mesh": {"tp": 4}}, r"mesh\.tp = 4: must divide model\.num_kv_heads = 2"),
         ({"mesh": {"tp": 2}, "model": {"ffn_dim": 63}}, r"mesh\.tp = 2: must divide model\.ffn_dim = 63"),
+        ({"mesh": {"sequence_parallel": True}}, r"mesh\.sequence_parallel = True: needs mesh\.tp, .* = 24"),
+        (
+            {"mesh": {"tp": 2, "cp": 2, "sequence_parallel": True}, "train": {"sequence_length": 22}},
+            r"mesh\.sequence_parallel = True: needs mesh\.tp, which divides .* = 11",
+        ),
+        ({"mesh": {"cp_attention": "ring"}}, r"mesh\.cp_attention = 'ring': .* mesh\.cp above 1"),
+        (
+            {"mesh": {"cp": 2, "cp_attention": "ring"}, "model": {"dropout": 0.1}},
+            r"mesh\.cp_attention = .* model\.dropout = 0",
+        ),
+        ({"mesh": {"cp": 8, "cp_attention": "ring"}}, r"mesh\.cp = 8: must divide train\.sequence_length / 2 = 12"),
+        (
+            {"mesh": {"cp": 2, "cp_attention": "ring"}, "data": {"documents": "mask", "end_of_document": 10}},
+            r"data\.documents = 'mask': has masks that mesh\.cp_attention",
+        ),
+        (
+            {"mesh": {"cp": 2, "cp_attention": "ring"}, "train": {"compile": True}},
+            r"train\.compile = True: does not go with mesh",
+        ),
         ({"mesh": {"tp": 2, "cp": 4}}, r"mesh\.cp = 4: must divide model\.num_heads / mesh\.tp = 2"),
         (
             {"mesh": {"cp": 4}, "train": {"sequence_length": 22}},
@@ -37,6 +56,12 @@ from maingrad.launch.config.run import Config, ConfigError, MeshConfig, ModelCon
 def test_what_cannot_be_cut_is_refused(tmp_path: Path, sections: dict[str, Any], message: str):
     with pytest.raises(ConfigError, match=message):
         tiny_config(tmp_path, **sections)
+
+
+def test_each_rank_has_a_word():
+    model = ModelConfig(num_heads=3, num_kv_heads=3, dim=12, ffn_dim=3, vocab_size=2)
+    with pytest.raises(ConfigError, match=r"mesh\.tp = 3: must be at most model\.vocab_size = 2"):
+        MeshConfig(tp=3).check_model(model, 24)
 
 
 @pytest.mark.parametrize("axis", ["tp", "cp"])

@@ -13,6 +13,7 @@ from maingrad.launch import simulate
 from maingrad.launch.config.run import ModelConfig
 from maingrad.launch.model.cut_gpt import cut_gpt, whole_of
 from maingrad.launch.model.gpt import GPT, build_model
+from maingrad.launch.parallelizing.exchanges import ContextRanks
 
 SHAPE: dict[str, Any] = {
     "dim": 32,
@@ -56,7 +57,7 @@ def test_losses_and_gradients_are_those_of_one_rank(
     def job() -> None:
         mesh = init_device_mesh("cpu", (cp, tp), mesh_dim_names=("cp", "tp"))
         model, part = build(**changes), mesh.get_local_rank("cp")
-        model.share_sequences(mesh["cp"].get_group())
+        model.share_sequences(ContextRanks(mesh["cp"].get_group()))
         cut_gpt(model, mesh["tp"].get_group(), sequence_parallel=sequence_parallel and tp > 1)
         own = [x.chunk(cp, dim=1)[part] for x in (inputs, targets)]
         own_loss = model(*own, positions if within_documents else None)
@@ -75,7 +76,8 @@ def test_losses_and_gradients_are_those_of_one_rank(
     simulate(job, tp * cp)
 
 
-def test_a_prompt_may_be_on_an_earlier_rank():
+@pytest.mark.parametrize("ring", [False, True])
+def test_a_prompt_may_be_on_an_earlier_rank(ring: bool):
     """Experts leave out what no later target attends to, on whichever rank the target is."""
     experts = {"num_experts": 2, "top_k": 1, "expert_ffn_dim": 16, "aux_loss_coefficient": 0.0}
     inputs, targets, _ = tokens()
@@ -85,9 +87,9 @@ def test_a_prompt_may_be_on_an_earlier_rank():
     expected.backward()
 
     def job() -> None:
-        model, part = build(**experts), dist.get_rank()
-        model.share_sequences(dist.group.WORLD)
-        own = [x.chunk(2, dim=1)[part] for x in (inputs, targets)]
+        model, context = build(**experts), ContextRanks(dist.group.WORLD, ring)
+        model.share_sequences(context)
+        own = [context.own(x, 1) for x in (inputs, targets)]
         loss = model(*own) * (own[1] >= 0).sum()
         loss.backward()
         for total, of_whole in [(loss.detach().clone(), expected), *zip(grads(model), grads(whole), strict=True)]:

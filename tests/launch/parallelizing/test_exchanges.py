@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig
 from maingrad.launch import make_optimizer, parallelize, simulate
-from maingrad.launch.parallelizing.exchanges import draws_apart, ulysses
+from maingrad.launch.parallelizing.exchanges import ContextRanks, draws_apart, ring_attention, ulysses
 from maingrad.te_integration import Linear
 
 HEADS, WIDTH, LENGTH, ROWS = 8, 4, 16, 8
@@ -45,6 +45,26 @@ def test_ulysses_is_attention_over_whole_sequences(ranks: int, kv_heads: int):
         (y * own(weight)).sum().backward()
         for part, x in zip(parts, whole, strict=True):
             torch.testing.assert_close(part.grad, own(x.grad), rtol=1e-12, atol=1e-12)
+
+    simulate(job, ranks)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("kv_heads", [8, 2])
+def test_a_ring_is_causal_attention_over_whole_sequences(ranks: int, kv_heads: int):
+    whole = [torch.cat([x, x.flip(2) / 2], 2)[:, :, :24].requires_grad_() for x in operands(kv_heads)]
+    expected = causal(*whole)
+    weight = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    (expected * weight).sum().backward()
+
+    def job() -> None:
+        context = ContextRanks(dist.group.WORLD, ring=True)
+        parts = [context.own(x.detach(), 2).requires_grad_() for x in whole]
+        y = ring_attention(*parts, dist.group.WORLD)
+        torch.testing.assert_close(y, context.own(expected, 2), rtol=1e-6, atol=1e-6)  # torch merges in fp32
+        (y * context.own(weight, 2)).sum().backward()
+        for part, x in zip(parts, whole, strict=True):
+            torch.testing.assert_close(part.grad, context.own(x.grad, 2), rtol=1e-6, atol=1e-6)
 
     simulate(job, ranks)
 
