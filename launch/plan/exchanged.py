@@ -40,36 +40,33 @@ class Exchange(NamedTuple):
 
 def exchanges_of(config: Config, ranks: int) -> tuple[Exchange, ...]:
     """What a run on so many ranks exchanges in a step; nothing where every rank has samples of its own."""
+    mesh, settings = config.mesh, config.train
+    tokens = settings.sequences_per_microbatch(mesh.data_ranks(ranks)) * (settings.sequence_length // mesh.cp)
+    return tuple(each for each in (_over_tp(config, tokens), _over_cp(config, tokens)) if each.ranks > 1)
+
+
+def _over_tp(config: Config, tokens: int) -> Exchange:
     model, mesh, settings = config.model, config.mesh, config.train
-    if mesh.ranks_of_sample == 1:
-        return ()
-    rows = settings.sequences_per_microbatch(mesh.data_ranks(ranks))
-    tokens = rows * (settings.sequence_length // mesh.cp)
-    item = model.dtype("param_dtype").itemsize
-    size = tokens * item
-    passes = 2 * model.num_layers * settings.num_microbatches
-    whole, sums = model.dim * size, 4 * model.num_layers + 2
-    calls, summed = sums, 2 * sums * whole
+    sums = 4 * model.num_layers + 2
+    calls, whole = sums, 2 * sums  # a sum on all ranks is a scattered one, which is gathered
     if mesh.sequence_parallel:
         # What the products of eager code gather again. Heads that compute the loss keep what they have gathered.
         fuses = model.fuse_wgrad_accumulation or model.delay_wgrad_layers > 0
         blocks = 2 * model.num_layers * (fuses and not settings.compile and settings.recipe == "none")
-        calls = 2 * sums + blocks + (fuses and not model.fused_loss)
-        summed = calls * whole
-    calls, summed = calls + 2, summed + 2 * 3 * 4 * tokens
-    heads, kv_heads = model.num_heads // mesh.tp, math.lcm(model.num_kv_heads // mesh.tp, mesh.cp)
-    sent = 2 * (heads + kv_heads) * model.head_dim * size
-    around = 2 * heads * model.head_dim * size  # keys and values
-    ring = passes // 2 * (2 * (mesh.cp - 1) * around + mesh.cp * around // item * 4)
-    found = (
-        Exchange(
-            "sums and gathers of tensor-parallel ranks",
-            mesh.tp,
-            calls * settings.num_microbatches,
-            settings.num_microbatches * summed * (mesh.tp - 1) // mesh.tp,
-        ),
-        Exchange("parts of sequences for heads", mesh.cp, 4 * passes, passes * sent * (mesh.cp - 1) // mesh.cp),
-    )
-    if mesh.cp_attention == "ring":
-        found = found[0], Exchange("keys and values of a ring", mesh.cp, passes // 2 * (2 + mesh.cp), ring)
-    return tuple(each for each in found if each.ranks > 1)
+        calls = whole = 2 * sums + blocks + (fuses and not model.fused_loss)
+    nbytes = tokens * (whole * model.dim * model.dtype("param_dtype").itemsize + 2 * 3 * 4)
+    times = settings.num_microbatches
+    what = "sums and gathers of tensor-parallel ranks"
+    return Exchange(what, mesh.tp, times * (calls + 2), times * nbytes * (mesh.tp - 1) // mesh.tp)
+
+
+def _over_cp(config: Config, tokens: int) -> Exchange:
+    model, cp, item = config.model, config.mesh.cp, config.model.dtype("param_dtype").itemsize
+    times, heads = model.num_layers * config.train.num_microbatches, model.num_heads // config.mesh.tp
+    size = 2 * tokens * model.head_dim  # keys and values of a head
+    if config.mesh.cp_attention == "ring":
+        nbytes = heads * size * (2 * (cp - 1) * item + cp * 4)
+        return Exchange("keys and values of a ring", cp, times * (2 + cp), times * nbytes)
+    kv_heads = math.lcm(model.num_kv_heads // config.mesh.tp, cp)
+    nbytes = 2 * (heads + kv_heads) * size * item
+    return Exchange("parts of sequences for heads", cp, 8 * times, times * nbytes * (cp - 1) // cp)

@@ -163,9 +163,9 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.launch.plan.exchanged",
-                "exchanges_of",
-                "math.lcm(model.num_kv_heads // mesh.tp, mesh.cp)",
-                "model.num_kv_heads // mesh.tp",
+                "_over_cp",
+                "math.lcm(model.num_kv_heads // config.mesh.tp, cp)",
+                "model.num_kv_heads // config.mesh.tp",
             )
         ],
     ),

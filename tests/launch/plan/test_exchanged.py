@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from tiny_run import tiny_config
 from torch import Tensor
+from torch.distributed.tensor.experimental._context_parallel import _attention
 
 from maingrad.launch import simulate
 from maingrad.launch.config.run import Config
@@ -21,6 +22,7 @@ from maingrad.te_integration.dense import products
 from maingrad.te_integration.head import over_ranks
 
 SUMS, PARTS = "sums and gathers of tensor-parallel ranks", "parts of sequences for heads"
+RING = "keys and values of a ring"
 
 
 class Counting:
@@ -35,6 +37,17 @@ class Counting:
     def all_to_all_single(self, received: Tensor, parts: Tensor, group: dist.ProcessGroup) -> None:
         self.sent.setdefault(PARTS, []).append(parts.nbytes * (group.size() - 1) // group.size())
         self.module.all_to_all_single(received, parts, group=group)
+
+    def all_gather_single(self, x: Tensor, gather_dim: int, group: dist.ProcessGroup) -> Tensor:
+        self.sent.setdefault(RING, []).append(x.nbytes * (group.size() - 1))
+        gather = getattr(self.module, "all_gather_single", self.module.all_gather_tensor)
+        return gather(x, gather_dim=gather_dim, group=group)
+
+    all_gather_tensor = all_gather_single  # its name before torch 2.14
+
+    def permute_tensor(self, x: Tensor, targets: list[int], group: dist.ProcessGroup) -> Tensor:
+        self.sent.setdefault(RING, []).append(x.nbytes)
+        return self.module.permute_tensor(x, targets, group)
 
     def all_reduce(self, x: Tensor, how: str, group: str) -> Tensor:
         self.sent.setdefault(SUMS, []).append(x.nbytes)  # of two ranks
@@ -75,7 +88,15 @@ def step(config: Config) -> None:
 )
 @pytest.mark.parametrize(
     "mesh",
-    [{}, {"cp": 2}, {"cp": 4}, {"tp": 2}, {"tp": 2, "sequence_parallel": True}, {"tp": 2, "cp": 2}],
+    [
+        {},
+        {"cp": 2},
+        {"cp": 4},
+        {"tp": 2},
+        {"tp": 2, "sequence_parallel": True},
+        {"tp": 2, "cp": 2},
+        {"cp": 4, "cp_attention": "ring"},
+    ],
 )
 def test_what_ranks_of_a_sample_send_is_planned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mesh: dict[str, int], model: dict[str, Any]
@@ -85,6 +106,7 @@ def test_what_ranks_of_a_sample_send_is_planned(
     operators = Counting(products.collectives, sent)
     for module in (products, over_ranks):
         monkeypatch.setattr(module, "collectives", operators)
+    monkeypatch.setattr(_attention, "ft_c", Counting(_attention.ft_c, sent))
     simulate(step, 4, config)
     planned = {each.what: (4 * each.calls, 4 * each.nbytes) for each in exchanges_of(config, 4)}
     assert {what: (len(nbytes), sum(nbytes)) for what, nbytes in sent.items()} == planned
