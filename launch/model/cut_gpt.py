@@ -33,7 +33,7 @@ from ...te_integration.dense.tensor_parallel import exchange_over_ranks, ranks_o
 from .feed_forward import FeedForward
 from .gpt import GPT, Attention
 
-__all__ = ["cut_gpt", "whole_of"]
+__all__ = ["cut_gpt"]
 
 
 def cut_gpt(model: GPT, group: dist.ProcessGroup, *, sequence_parallel: bool = False, runs: bool = True) -> None:
@@ -97,14 +97,3 @@ def _cut(whole: Tensor, dim: int, parts: Sequence[int], group: dist.ProcessGroup
     param = nn.Parameter(torch.cat(held.views_of(whole.detach()), dim))
     set_model_slice(param, held)
     return param
-
-
-def whole_of(local: Tensor, held: ModelSlice | None) -> Tensor:
-    """The whole parameter, of which ``local`` is this rank's part. Collective over the tensor-parallel ranks."""
-    if held is None or held.dim is None:
-        return local
-    whole = local.new_zeros(held.shape)
-    pieces = local.detach().split([box.sizes[held.dim] for box in held.boxes], held.dim)
-    torch._foreach_copy_(held.views_of(whole), pieces)
-    dist.all_reduce(whole.view(torch.uint8), group=held.group)  # a sum of bytes with zeros copies every dtype
-    return whole

@@ -9,9 +9,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from maingrad.ddp.plan.model_slice import model_slice_of
+from maingrad.ddp.torch_grads.over_ranks import whole_of_slices
 from maingrad.launch import simulate
 from maingrad.launch.config.run import ModelConfig
-from maingrad.launch.model.cut_gpt import cut_gpt, whole_of
+from maingrad.launch.model.cut_gpt import cut_gpt
 from maingrad.launch.model.gpt import GPT, build_model
 from maingrad.launch.parallelizing.exchanges import ContextRanks
 
@@ -70,8 +71,8 @@ def test_losses_and_gradients_are_those_of_one_rank(
             if slice_held is not None and slice_held.grad == "partial":
                 dist.all_reduce(total, group=mesh["tp"].get_group())
             dist.all_reduce(total, group=mesh["cp"].get_group())
-            torch.testing.assert_close(whole_of(held, slice_held), param, rtol=0.0, atol=0.0, msg=name)
-            torch.testing.assert_close(whole_of(total / cp, slice_held), param.grad, rtol=1e-5, atol=1e-7)
+            torch.testing.assert_close(whole_of_slices(held, slice_held), param, rtol=0.0, atol=0.0, msg=name)
+            torch.testing.assert_close(whole_of_slices(total / cp, slice_held), param.grad, rtol=1e-5, atol=1e-7)
 
     simulate(job, tp * cp)
 
