@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...te_integration.dense.products import Ranks
-from ...te_integration.head.over_ranks import losses_over_ranks, targets_of_rank
+from ...te_integration.head.over_ranks import cross_entropy_over_ranks
 from ..parallelizing.exchanges import ALONE, ContextRanks
 
 __all__ = ["count_targets", "find_padding", "mean_loss"]
@@ -22,10 +22,7 @@ def mean_loss(logits: Tensor, targets: Tensor, ranks: Ranks | None = None, first
     if ranks is None:
         total = F.cross_entropy(rows, flat, ignore_index=-100, reduction="sum")
     else:
-        own = targets_of_rank(flat, first, rows.shape[1])
-        elsewhere = own == rows.shape[1]
-        of_target = rows.gather(1, own.masked_fill(elsewhere, 0)[:, None])[:, 0].masked_fill(elsewhere, 0.0)
-        total = losses_over_ranks(rows.logsumexp(1), of_target, ranks)[0].masked_fill(flat < 0, 0.0).sum()
+        total = cross_entropy_over_ranks(rows, flat, ranks, first).sum()
     return total / count_targets(flat)
 
 

@@ -10,7 +10,15 @@ from ..dense.products import Ranks
 from ..dense.tensor_parallel import from_rows
 from ..torch_internals import collectives
 
-__all__ = ["losses_over_ranks", "targets_of_rank"]
+__all__ = ["cross_entropy_over_ranks", "losses_over_ranks", "targets_of_rank"]
+
+
+def cross_entropy_over_ranks(logits: Tensor, targets: Tensor, ranks: Ranks, first: int) -> Tensor:
+    """Losses [T] of ``targets`` [T] by ``logits`` [T, V] of the classes from ``first`` on; negative targets count 0."""
+    own = targets_of_rank(targets, first, logits.shape[1])
+    elsewhere = own == logits.shape[1]
+    of_target = logits.gather(1, own.masked_fill(elsewhere, 0)[:, None])[:, 0].masked_fill(elsewhere, 0.0)
+    return losses_over_ranks(logits.logsumexp(1), of_target, ranks)[0].masked_fill(targets < 0, 0.0)
 
 
 def targets_of_rank(targets: Tensor, first: int, classes: int) -> Tensor:
