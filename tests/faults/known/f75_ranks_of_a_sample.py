@@ -227,4 +227,17 @@ FAULTS = [
             )
         ],
     ),
+    Fault(
+        "75t-the-back-of-a-ring-is-in-another-order",
+        sentence="In a ring the first rank has the middle of a sequence beside its front, and not the end.",
+        tests=[EXCHANGES + "test_a_ring_is_causal_attention_over_whole_sequences"],
+        changes=[
+            Change(
+                "maingrad.launch.parallelizing.exchanges",
+                "ContextRanks.own",
+                "parts[-1 - rank]",
+                "parts[rank + self.size]",
+            )
+        ],
+    ),
 ]
