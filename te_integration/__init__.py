@@ -10,6 +10,8 @@ from .dense.embedding import Embedding as Embedding
 from .dense.layer_norm_linear import LayerNormLinear as LayerNormLinear
 from .dense.layer_norm_mlp import LayerNormMLP as LayerNormMLP
 from .dense.linear import Linear as Linear
+from .experts.dispatch.dispatcher import TokenDispatcher as TokenDispatcher
+from .experts.dispatch.transport import TokenTransport as TokenTransport
 from .experts.grouped_linear import GroupedLinear as GroupedLinear
 from .experts.grouped_mlp import GroupedMLP as GroupedMLP
 from .experts.moe_permutation import moe_permute as moe_permute
@@ -52,6 +54,8 @@ __all__ = [
     "ScaledClampedQGeGLU",
     "ScaledSwiGLU",
     "Sequential",
+    "TokenDispatcher",
+    "TokenTransport",
     "WgradQueue",
     "autocast",
     "convert_linears",

@@ -23,6 +23,7 @@ __all__ = [
     "is_compiled_autograd_on",
     "make_effectful_op",
     "running_pipeline_step",
+    "symmetric_memory",
 ]
 
 _GRAPH_BREAKS = "each fused layer under torch.compile is a graph break, which is slower, and fullgraph=True is refused"
@@ -136,6 +137,11 @@ collectives: Any = private_name(
 )
 """Collectives as operators, which a compiler takes into its graph. Each runs from its call to ``wait_tensor`` of its
 result. torch's public ones raise in code that a compiler traces below Python, as it does a ``compiled_linear``."""
+
+symmetric_memory = on_first_use(
+    "torch.distributed._symmetric_memory", loss="experts' rows cannot travel through symmetric memory"
+)
+"""Memory of a GPU that other processes' GPUs map: ``empty`` and ``rendezvous``."""
 
 _schedule_class = on_first_use(
     "torch.distributed.pipelining.schedules._PipelineSchedule",

@@ -7,10 +7,11 @@ bucket overlaps the weight gradients of the next bucket.
 
 import sys
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from torch import nn
 
@@ -19,7 +20,7 @@ from ..ddp.contract.delayed import DelayedWgrad
 from ..ddp.contract.module import forms_of
 from ..ddp.torch_internals import weak_method
 
-__all__ = ["RunRecord", "WgradQueue", "delayed_wgrad", "drain_modules"]
+__all__ = ["Filling", "RunRecord", "WgradQueue", "delayed_wgrad", "drain_modules", "fill_wait", "filling"]
 
 
 class RunRecord(NamedTuple):
@@ -40,8 +41,8 @@ class WgradQueue:
     If a module with pending entries was freed, draining computes all other entries, drops these, and raises
     ``RuntimeError`` with the name of the module.
 
-    fill_waits  a backward that waits for tensor-parallel ranks first computes what is pending. Leave it off in a
-                pipeline whose schedule says when weight gradients are computed
+    fill_waits  a backward that waits for tensor-parallel ranks, or for rows of experts, first computes what is pending.
+                Leave it off in a pipeline whose schedule says when weight gradients are computed
 
     Keep a reference to the queue until it is drained: modules and graphs refer to it weakly. If a queue with pending
     entries is freed, the next optimizer step over their weights raises an error that names them.
@@ -175,6 +176,22 @@ class WgradQueue:
             self.log.append(RunRecord(entry.pending.owner, entry.pending.microbatch, _bucket_of(entry)))
         if entry.in_use:
             self._retired.append(entry)
+
+
+Filling: TypeAlias = "weakref.ref[WgradQueue] | None"
+"""A queue that waits of the backward compute what is pending of; None: there is none."""
+
+
+def filling(queue: WgradQueue | None) -> Filling:
+    """The queue, held weakly, as a graph may hold it; None unless it has ``fill_waits``."""
+    return None if queue is None or not queue.fill_waits else weakref.ref(queue)
+
+
+def fill_wait(waiting: Filling) -> None:
+    """While a collective runs, compute what the queue holds."""
+    queue = None if waiting is None else waiting()
+    if queue is not None:
+        queue.drain()
 
 
 def drain_modules(model: nn.Module) -> None:

@@ -116,6 +116,8 @@ PUBLIC = {
         "ScaledClampedQGeGLU",
         "ScaledSwiGLU",
         "Sequential",
+        "TokenDispatcher",
+        "TokenTransport",
         "WgradQueue",
         "autocast",
         "convert_linears",

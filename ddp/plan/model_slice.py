@@ -20,13 +20,15 @@ from .cut import Box
 
 __all__ = ["GradOfSlice", "ModelSlice", "model_slice_of", "set_model_slice", "slice_of_marks"]
 
-GradOfSlice: TypeAlias = Literal["slice", "dense", "partial"]
+GradOfSlice: TypeAlias = Literal["slice", "dense", "partial", "expert"]
 """What a rank's gradient is before any reduction:
 
 "slice"    complete, of this rank's elements; other tensor-parallel ranks have other elements
 "dense"    complete, of the whole parameter, of which each tensor-parallel rank has a copy; where the ranks' gradients
            differ, their mean counts
 "partial"  a part of a sum over the tensor-parallel ranks, each of which has a copy of the parameter
+"expert"   complete, of this rank's experts; the ranks that hold the others have other data, and are none of the
+           tensor-parallel ranks
 """
 
 _ATTRIBUTE = "_maingrad_model_slice"
@@ -43,7 +45,7 @@ class ModelSlice(NamedTuple):
     dim: int | None
     """The dim that is cut; None: every rank has all elements, in one box."""
     group: dist.ProcessGroup | None
-    """The tensor-parallel ranks; None: this rank alone."""
+    """The tensor-parallel ranks, or those that hold all experts together; None: this rank alone."""
     grad: GradOfSlice
 
     @property

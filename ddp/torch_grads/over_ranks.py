@@ -67,15 +67,15 @@ class ShardInfo(NamedTuple):
 
     @property
     def cut_slice(self) -> ModelSlice | None:
-        """``model_slice``, if other tensor-parallel ranks hold the rest of the parameter."""
+        """``model_slice``, if other ranks hold the rest of the parameter."""
         found = self.model_slice
         return None if found is None or found.dim is None or group_size(found.group) == 1 else found
 
     @property
     def is_cut(self) -> bool:
-        """Whether other ranks hold the rest of the parameter, also where nobody said which."""
+        """Whether tensor-parallel ranks hold the rest of the parameter, also where nobody said which."""
         if self.model_slice is not None:
-            return self.cut_slice is not None
+            return self.cut_slice is not None and self.model_slice.grad != "expert"  # experts are whole matrices
         return self.is_slice and self.everyone is not None and self.everyone.leaves_ranks_out
 
     def cut(self, values: Any) -> Any:

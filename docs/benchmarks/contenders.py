@@ -83,6 +83,7 @@ def wrap(
     compact=False,
     embedding=True,
     muon=False,
+    ep=None,
     **options,
 ):
     """The case's model by ``parallelize(model, form, **options)``.
@@ -92,6 +93,8 @@ def wrap(
     num_instances  of "hsdp"
     embedding      False: autograd delivers the embedding's gradient, also where our module could
     compact        shards are bf16, for an optimizer with ``state="compact"``
+    ep             True: experts are spread over ranks, as the case's ``bench`` says; "delayed": and their weight
+                   gradients are computed while rows travel in backward
     muon           True, or "torch" for torch's class. Under "zero1": no border between shards cuts a matrix of Muon's
     """
     MappedPool.num_made = 0  # "auto" maps memory once in a process, and each row stands for a process of its own
@@ -109,7 +112,13 @@ def wrap(
     if compiled and "fused_loss" not in options:
         case.compile_loss(model)
     units = case.units(model, split_ends)
-    wrapped = maingrad.parallelize(model, form, units=units, fuse=fused, compile=compiled and case.compiling, **options)
+    compiling = case.compiling
+    if ep:
+        options |= {"ep": case.bench.ep or case.num_ranks, "dispatch": dispatch_of(case)}
+        compiling = {**compiling, "fullgraph": False}  # rows that travel break a graph
+    if ep == "delayed":
+        delay_experts(model)
+    wrapped = maingrad.parallelize(model, form, units=units, fuse=fused, compile=compiled and compiling, **options)
     for module in () if embedding else wrapped.modules():
         if isinstance(module, te_integration.Embedding):
             module.fuse_wgrad_accumulation = False
@@ -151,6 +160,33 @@ def ours(case, form, *, graphed=False, recipe=None, optimizer_options=None, **ho
     if how.get("fused_loss") == "in_forward":
         loss_of = partial(loss_of, grad_scale=1 / len(tokens))  # as ``accumulate`` divides
     return train(model, loss_of, tokens, **options)
+
+
+def dispatch_of(case):
+    """Options of ``TokenDispatcher``."""
+    bench, count = case.bench, case.architecture.sizes["num_experts"]
+    if bench.capacity_factor is not None:  # of symmetric exchanges, over all ranks
+        from maingrad.te_integration.experts.dispatch.symmetric import SymmetricExchange
+
+        return {"transport": SymmetricExchange(count, dist.group.WORLD, capacity_factor=bench.capacity_factor)}
+    return {"transport": bench.transport, **({} if bench.capacity is None else {"capacity": bench.capacity})}
+
+
+def delay_experts(model):
+    """Have experts leave their weight gradients to one queue, which backward drains while rows travel."""
+    te_integration.convert_linears(model)
+    queue = te_integration.WgradQueue(fill_waits=True)
+    for module in model.modules():
+        if hasattr(module, "dispatcher"):
+            module.wgrad_queue = queue
+            module.mark_delayed_weights()
+
+
+def refuse_experts(case):
+    """Why there are no experts to be spread over ranks; None if there are."""
+    if case.num_ranks > 1 and "num_experts" in case.architecture.sizes:
+        return None
+    return "experts are spread over two or more ranks, in a model that has experts"
 
 
 def refuse_copy_engines(case):

@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 2 docs/benchmarks/models.py --model llama-1b
 
 A compiled row compiles each decoder layer in place (``fullgraph=True``), then wraps the model. A layer that does not
-compile whole fails its row. Units of sharded parameters are each decoder layer, then the model, whose own unit holds
-the embedding, the last norm and the head.
+compile whole fails its row, but where tokens travel to experts of other ranks. Units of sharded parameters are each
+decoder layer, then the model, whose own unit holds the embedding, the last norm and the head.
 
 A row's time is the median over rounds of a round's mean step. A round ends with a synchronize, so that every all-gather
 and reduction is on the clock. Clipping is off. A row that cannot be measured stays in the table with its reason.
@@ -27,6 +27,7 @@ from contenders import (
     refuse_auto_graphs,
     refuse_copy_engines,
     refuse_embedding,
+    refuse_experts,
     refuse_graphs,
     refuse_symm_mem,
     refuse_tensor_parallel,
@@ -62,6 +63,14 @@ class ModelsBench(RowOptions):
     """Rows that run two further steps under the profiler; a digest of rank 0's trace is written beside the table."""
     compile_loss: bool = False
     """Compile the loss function of compiled rows too."""
+    ep: int | None = None
+    """Ranks that hold all experts together, in rows with ep; None: all ranks."""
+    transport: str = "all_to_all"
+    """How tokens travel in these rows: all_to_all, capacity, symmetric."""
+    capacity: int | None = None
+    """Most rows that a rank sends to one expert, for transport capacity."""
+    capacity_factor: float | None = None
+    """Symmetric exchanges over all ranks whose ranks receive at most so many times what they send; None: all rows."""
     peak_tflops: float | None = None
     """Dense bf16 TFLOP/s of one GPU, which MFU is a share of; None: by the GPU's name."""
     stem: str = "models"
@@ -107,12 +116,13 @@ class Case:
 
     def about(self, name, row):
         backend = self.bench.backend + (", the loss compiled too" if self.bench.compile_loss else "")
+        transport = f": {self.bench.transport}" if "_ep" in name else ""
         return {
             "model": self.architecture.name,
             "shape": str(self.shape),
             "num_microbatches": self.bench.num_microbatches,
             "label": row.label,
-            "options": row.options,
+            "options": row.options + transport,
             "backend": backend if row.compiled else "",
         }
 
@@ -239,6 +249,23 @@ def _no_logits(row, name, label, *, options, mode, **how):
     return row(named, f"{label}, {words}", options=f"{options}; {words}", fused_loss=mode, **how)
 
 
+def _experts(pair, name, words, options):
+    """Rows of one form whose experts are spread over ranks, and with their weight gradients under the exchanges."""
+    about = f"{options}; experts spread over ranks (--ep, --transport)"
+    label = f"{words}, experts over ranks"
+    delayed = "their weight gradients while rows travel"
+    return {
+        **pair(f"{name}_ep", label, options=about, ep=True, refuse=refuse_experts),
+        **pair(
+            f"{name}_ep_delayed",
+            f"{label}, {delayed}",
+            options=f"{about}; {delayed}",
+            ep="delayed",
+            refuse=refuse_experts,
+        ),
+    }
+
+
 def _symmetric(stage, reshard):
     return _fsdp2(
         f"fsdp2_zero{stage}_symm_mem",
@@ -340,6 +367,8 @@ ROWS: dict[str, Row] = {
     ),
     **_tensor_parallel("localized", "torch's tensor parallelism under maingrad", _ZERO1),
     **_tensor_parallel("modules", "maingrad's tensor-parallel layers", _ZERO1),
+    **_experts(_zero1, "zero1", "maingrad ZeRO-1", _ZERO1),
+    **_experts(_zero3, "zero3", "maingrad ZeRO-3", _ZERO3),
     # Rows that map symmetric memory come last.
     **_zero1(
         "zero1_copy_engines",

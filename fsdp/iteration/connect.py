@@ -88,7 +88,7 @@ def use_copy_engines(units: Sequence[Unit], buckets: Sequence[ShardedBucket], fa
 def ranks_of_model(units: Sequence[Unit]) -> RankGrid:
     """The ranks of the outermost unit, and the tensor-parallel ranks that slices of any unit tell."""
     found = [pair.sharded.shard.model_slice for unit in units for pair in unit.pairs]
-    groups = (each.group for each in found if each is not None)
+    groups = (each.group for each in found if each is not None and each.grad != "expert")
     return units[0].grid._replace(tensor=next((group for group in groups if group_size(group) > 1), None))
 
 
@@ -107,6 +107,8 @@ def _join_slices(units: Sequence[Unit], tensor: dist.ProcessGroup) -> None:
                 f"sharded without them: give all calls of fully_shard tensor_parallel_group"
             )
         found = slice_of_marks(pair.whole, tensor) if found is None else found
+        if found.grad == "expert":
+            continue
         if found.group is not None and (others := dist.get_process_group_ranks(found.group)) != members:
             raise ValueError(
                 f"parameter {info.name!r} is cut over ranks {others}, and others of the model over {members}: copies "

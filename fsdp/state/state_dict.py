@@ -205,14 +205,15 @@ def _mesh_of(param: ShardedParameter) -> DeviceMesh:
 
 
 def _mesh_of_slices(param: ShardedParameter, found: ModelSlice, mesh: DeviceMesh | None) -> DeviceMesh:
-    """The mesh of a parameter's ranks, the tensor-parallel ranks last. Collective over these ranks."""
+    """The mesh of a parameter's ranks, those with the other slices last. Collective over these ranks."""
     grid = param.shard.grid
     groups = [group for group in (grid.outer, grid.inner, found.group) if group is not None]
     places = gather([group.rank() for group in groups], groups, None, "the mesh of slices")
     ranks = torch.empty([group.size() for group in groups], dtype=torch.int)
     for rank, place in places.items():
         ranks[tuple(place)] = rank
-    names = None if mesh is None or mesh.mesh_dim_names is None else (*mesh.mesh_dim_names, "tp")
+    given = None if mesh is None else mesh.mesh_dim_names
+    names = ("outer", "inner", "tp")[-len(groups) :] if given is None else (*given, "tp")
     return DeviceMesh.from_group(groups, device_of(groups[-1], param).type, mesh=ranks, mesh_dim_names=names)
 
 

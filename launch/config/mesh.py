@@ -7,7 +7,7 @@ dp    other samples
 cp    other parts of the same sequences; attention exchanges parts for heads
 tp    the same tokens, and parts of the weights of attention and feed-forwards
 pp    other blocks: in a loop of one's own
-ep    other experts: in a loop of one's own
+ep    other experts, and other samples or parts of them: neighbours among dp x cp
 ====  =================================================================================================================
 
 Ranks are numbered with tp changing fastest, then cp, then dp. Gradients are averaged over dp and cp.
@@ -43,16 +43,19 @@ class MeshConfig(Table):
     pp: Count = 1
     """Pipeline stages: 1. ``maingrad.te_integration.pipeline`` has stages for a loop of one's own."""
     ep: Count = 1
-    """Ranks that share out the experts: 1. ``expert_process_group`` of the wrapper serves a loop of one's own."""
+    """Ranks that share out the experts of each block, and send each other tokens; others hold the same experts.
+    Divides dp x cp, and ``num_experts``."""
+
+    transport: Literal["all_to_all", "symmetric"] = "all_to_all"
+    """How tokens travel to experts of other ranks. "all_to_all": between any ranks; the host waits for each block's
+    numbers of rows. "symmetric": between GPUs of one NVLink domain, by kernels; the host waits for nothing."""
 
     def check(self) -> None:
         remedy = "must be 1: maingrad train has no pipeline; te_integration.pipeline has stages for your own loop"
         self.require(self.pp == 1, "pp", remedy)
-        remedy = (
-            "must be 1: maingrad train sends no tokens to other ranks; in your own loop mark experts allreduce = False "
-            "and give the wrapper their ranks as expert_process_group"
-        )
-        self.require(self.ep == 1, "ep", remedy)
+
+        remedy = "has no effect with mesh.ep = 1; leave it out"
+        self.require(self.ep > 1 or self.transport == "all_to_all", "transport", remedy)
 
     @property
     def ranks_of_sample(self) -> int:
@@ -62,7 +65,8 @@ class MeshConfig(Table):
     @property
     def said(self) -> str:
         """The mesh in words, behind a number of ranks."""
-        return f" (tp {self.tp}, cp {self.cp})" if self.ranks_of_sample > 1 else ""
+        sample = f" (tp {self.tp}, cp {self.cp})" if self.ranks_of_sample > 1 else ""
+        return f"{sample} (ep {self.ep})" if self.ep > 1 else sample
 
     def check_model(self, model: ModelConfig, sequence_length: int) -> None:
         """Raise ``ConfigError`` if the model or its sequences cannot be cut so."""
@@ -74,6 +78,12 @@ class MeshConfig(Table):
             self.require(getattr(self, name) == 1 or model.hugging_face is None, name, remedy)
         remedy = "must be 1 with model.num_experts: experts are not cut; shard them by parallel"
         self.require(self.tp == 1 or not model.num_experts, "tp", remedy)
+        remedy = "must be 1 with model.hugging_face; in your own loop give parallelize(model, ..., ep=) the ranks"
+        self.require(self.ep == 1 or model.hugging_face is None, "ep", remedy)
+        remedy = f"must divide model.num_experts = {model.num_experts}"
+        self.require(self.ep == 1 or (model.num_experts > 0 and model.num_experts % self.ep == 0), "ep", remedy)
+        remedy = "must be 1 with model.single_grouped_weight = false: one packed weight is cut"
+        self.require(self.ep == 1 or model.single_grouped_weight, "ep", remedy)
         for name in ("num_heads", "num_kv_heads", "ffn_dim"):
             remedy = f"must divide model.{name} = {getattr(model, name)}"
             self.require(getattr(model, name) % self.tp == 0, "tp", remedy)

@@ -132,6 +132,9 @@ class Config:
             "does not go with ddp.check_for_nan_in_grad and ddp.check_replicas_every, which read results on the host"
         )
         settings.require(not reads, "cuda_graph", remedy)
+        waits = self.mesh.ep > 1 and self.mesh.transport == "all_to_all"
+        remedy = 'does not go with mesh.transport = "all_to_all", which waits for numbers of rows: set "symmetric"'
+        settings.require(not waits, "cuda_graph", remedy)
         remedy = 'does not go with data.documents = "mask" and "pad": numbers of targets differ from step to step'
         settings.require(self.data.documents == "join", "cuda_graph", remedy)
         remedy = (
@@ -168,3 +171,5 @@ class Config:
             self.num_instances,
             f'must divide the {loss_ranks} rank(s), under parallel = "{self.parallel}"',
         )
+        instance = loss_ranks // self.num_instances
+        self.mesh.require(instance % self.mesh.ep == 0, "ep", f"must divide the {instance} rank(s) of an instance")

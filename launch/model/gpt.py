@@ -20,15 +20,16 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from ...te_integration import Embedding, Linear, LinearCrossEntropy, autocast
+from ...te_integration import Embedding, Linear, LinearCrossEntropy, TokenDispatcher, autocast
 from ...te_integration.dense.products import Ranks
 from ...te_integration.dense.tensor_parallel import from_rows
 from ..config.run import ModelConfig
 from ..parallelizing.exchanges import ALONE, ContextRanks, draws_apart, ring_attention, ulysses
 from .feed_forward import FeedForward, make_linear
 from .loss import count_targets, find_padding, mean_loss
-from .moe import MixtureOfExperts, RouterLoss
+from .moe import MixtureOfExperts, RouterStats, router_losses
 
 __all__ = [
     "GPT",
@@ -133,15 +134,15 @@ class Block(nn.Module):
         sin: Tensor,
         mask: Tensor | None = None,
         is_padding: Tensor | None = None,
-    ) -> tuple[Tensor, RouterLoss | None]:
-        """``x`` [B, T, D] -> [B, T, D], and in training the router's losses of a block with experts.
+    ) -> tuple[Tensor, RouterStats | None]:
+        """``x`` [B, T, D] -> [B, T, D], and of a block with experts in training what its router's losses are made of.
 
         is_padding  [B, T] bool: what a block with experts leaves out
         """
         x = x + self.dropout(self.attention(self.attention_norm(x), cos, sin, mask))
         normed = self.ffn_norm(x)
-        y, router_loss = self.ffn(normed, is_padding) if self.has_experts else (self.ffn(normed), None)
-        return x + self.dropout(y), router_loss
+        y, stats = self.ffn(normed, is_padding) if self.has_experts else (self.ffn(normed), None)
+        return x + self.dropout(y), stats
 
 
 class LossParts(NamedTuple):
@@ -194,6 +195,8 @@ class GPT(nn.Module):
         """The ranks that have the other words' rows of embedding and head; ``cut_gpt`` sets it."""
         self.first_word = 0
         """The token id of this rank's first row."""
+        self.loss_group: dist.ProcessGroup | None = None
+        """The ranks whose losses are averaged: routers balance experts over the tokens of all of them."""
         self.loss_parts: LossParts | None = None
         """Parts of the loss of the last training forward with targets; None without experts."""
         self.reset_parameters()
@@ -228,6 +231,13 @@ class GPT(nn.Module):
             if isinstance(module, GPT | Attention):
                 module.context = context
 
+    def share_experts(self, rank: int, size: int, mesh: DeviceMesh | None, transport: str = "all_to_all") -> None:
+        """Keep the ``rank``-th of ``size`` parts of the experts: see ``MixtureOfExperts``."""
+        dispatcher = None if mesh is None else TokenDispatcher(self.config.num_experts, mesh, transport)
+        for block in self.blocks:
+            if isinstance(block.ffn, MixtureOfExperts):
+                block.ffn.share_experts(rank, size, mesh, dispatcher)
+
     def forward(self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
         """``tokens`` [B, T] int64 -> logits [B, T, V], or with ``targets`` [B, T] the mean cross-entropy in nats, fp32.
 
@@ -248,11 +258,11 @@ class GPT(nn.Module):
         mask = None if positions is None else _within_documents(positions)
         is_padding = None if targets is None or not self.config.num_experts else find_padding(targets, self.context)
         x = self.dropout(self._embedded(tokens))
-        router_losses = []
+        routers: list[RouterStats] = []
         for block in self.blocks:
-            x, router_loss = block(x, cos, sin, mask, is_padding)
-            if router_loss is not None:
-                router_losses.append(router_loss)
+            x, stats = block(x, cos, sin, mask, is_padding)
+            if stats is not None:
+                routers.append(stats)
         with autocast(enabled=False):  # recipes leave the head as it is: its errors are the loss's
             if targets is None:
                 logits: Tensor = self.head(self.norm(x))
@@ -261,10 +271,10 @@ class GPT(nn.Module):
                 loss: Tensor = self.head(self.norm(x), targets, num_tokens=count_targets(targets))
             else:
                 loss = mean_loss(self.head(self.norm(x)), targets, self.tensor_ranks, self.first_word)
-        if router_losses:
-            weighted, balance, z, max_load = map(torch.stack, zip(*router_losses, strict=True))
-            self.loss_parts = LossParts(loss.detach(), balance.mean(), z.mean(), max_load.max())
-            loss = loss + weighted.sum()
+        if routers:
+            of_routers = router_losses(routers, self.config, self.loss_group)
+            self.loss_parts = LossParts(loss.detach(), *of_routers[1:])
+            loss = loss + of_routers.weighted
         return loss
 
     def _embedded(self, tokens: Tensor) -> Tensor:

@@ -10,16 +10,31 @@ The host reads nothing back: the numbers of rows of the experts stay on the devi
 learns through the probabilities that multiply the experts' activations, and from its own two losses.
 """
 
+from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from ...te_integration import GroupedMLP, moe_permute_with_probs, moe_unpermute
+from ...te_integration import GroupedMLP, TokenDispatcher, moe_permute_with_probs, moe_unpermute
+from ...te_integration.dense.compiled_wgrad import run_outside_graph
 from ..config.run import ModelConfig
+from ..parallelizing.experts import keep_own
 from .feed_forward import FeedForward, make_linear
 
-__all__ = ["MixtureOfExperts", "Router", "RouterLoss", "Routing", "load_balancing_loss", "router_z_loss"]
+__all__ = [
+    "MixtureOfExperts",
+    "Router",
+    "RouterLoss",
+    "RouterStats",
+    "Routing",
+    "load_balancing_loss",
+    "router_losses",
+    "router_z_loss",
+]
 
 
 class Routing(NamedTuple):
@@ -35,15 +50,27 @@ class Routing(NamedTuple):
     """[T, E] fp32."""
 
 
+class RouterStats(NamedTuple):
+    """What a router's losses are made of, over the tokens of one microbatch on this rank that are no padding."""
+
+    splits: Tensor
+    """[E] int64: rows of each expert."""
+    mean_probs: Tensor
+    """[E] fp32, with a graph."""
+    z: Tensor
+    """The router z-loss, with a graph."""
+
+
 class RouterLoss(NamedTuple):
-    """What one router adds to the training loss: fp32 scalars."""
+    """What the routers add to the training loss: fp32 scalars."""
 
     weighted: Tensor
-    """Sum of both losses below times their coefficients; the only field with a graph."""
+    """Sum over the routers of both losses below times their coefficients; the only field with a graph."""
     load_balancing: Tensor
+    """Mean over the routers, as the next one."""
     z: Tensor
     max_load: Tensor
-    """Rows of the fullest expert, divided by the rows of an even share."""
+    """Rows of the fullest expert of all routers, divided by the rows of an even share."""
 
 
 class Router(nn.Module):
@@ -82,10 +109,10 @@ class MixtureOfExperts(nn.Module):
     def __init__(self, config: ModelConfig, device: torch.device | None, *, delay_wgrad: bool = False) -> None:
         super().__init__()
         self.num_experts, self.top_k = config.num_experts, config.top_k
-        self.aux_loss_coefficient = config.aux_loss_coefficient
-        self.router_z_loss_coefficient = config.router_z_loss_coefficient
+        self.dispatcher: TokenDispatcher | None = None
+        """Brings tokens to the ranks of their experts; None: ``experts`` are all there are."""
         self.router = Router(config, device, delay_wgrad=delay_wgrad)
-        self.experts: nn.Module = GroupedMLP(
+        self.experts = GroupedMLP(
             config.num_experts,
             config.dim,
             config.expert_ffn_dim,
@@ -100,8 +127,24 @@ class MixtureOfExperts(nn.Module):
         if config.shared_expert_ffn_dim:
             self.shared = FeedForward(config, config.shared_expert_ffn_dim, device, delay_wgrad=delay_wgrad)
 
-    def forward(self, x: Tensor, is_padding: Tensor | None = None) -> tuple[Tensor, RouterLoss | None]:
-        """``x`` [..., D] -> [..., D], and in training the router's losses for these tokens.
+    def share_experts(self, rank: int, size: int, mesh: DeviceMesh | None, dispatcher: TokenDispatcher | None) -> None:
+        """Keep the ``rank``-th of ``size`` parts of the experts: the ranks of ``mesh`` send each other tokens.
+
+        mesh, dispatcher  None only for a plan, which runs no forward
+        """
+        keep_own(self.experts, self.experts.weight_names, rank, size, mesh)
+        self.experts.num_gemms = self.num_experts // size
+        if self.experts.wgrad_queue is not None:
+            self.experts.wgrad_queue.fill_waits = True
+        self.dispatcher = dispatcher
+
+    @property
+    def has_part(self) -> bool:
+        """Whether other ranks have the rest of the experts."""
+        return self.experts.num_gemms < self.num_experts
+
+    def forward(self, x: Tensor, is_padding: Tensor | None = None) -> tuple[Tensor, RouterStats | None]:
+        """``x`` [..., D] -> [..., D], and in training what the router's losses are made of.
 
         is_padding  [...] bool: these tokens go to no expert, and the router's losses leave them out. None: no token
         """
@@ -111,36 +154,61 @@ class MixtureOfExperts(nn.Module):
         if is_padding is not None:
             is_padding = is_padding.reshape(-1)
             expert_ids = expert_ids.masked_fill(is_padding[:, None], self.num_experts)
-        rows, row_probs, sorting = moe_permute_with_probs(tokens, routing.probs, expert_ids, self.num_experts)
-        y = moe_unpermute(self.experts(rows, sorting.splits, row_probs), sorting).view_as(x)
-        if self.shared is not None:
-            y = y + self.shared(x)
-        return y, self._losses(routing, sorting.splits, is_padding) if self.training else None
+        chosen = tokens, expert_ids, routing.probs
+        if torch.compiler.is_compiling() and self.dispatcher is not None:  # numbers of rows differ from call to call
+            y, splits = run_outside_graph(MixtureOfExperts._of_experts, self, *chosen)
+        else:
+            y, splits = self._of_experts(*chosen)
+        y = y.view_as(x)
+        if not self.training:
+            return y, None
+        mean_probs = _token_mean(routing.all_probs, is_padding)
+        return y, RouterStats(splits, mean_probs, router_z_loss(routing.logits, is_padding))
 
-    def _losses(self, routing: Routing, splits: Tensor, is_padding: Tensor | None) -> RouterLoss:
-        balance = load_balancing_loss(routing.all_probs, splits, is_padding)
-        z = router_z_loss(routing.logits, is_padding)
-        weighted = self.aux_loss_coefficient * balance
-        if self.router_z_loss_coefficient:
-            weighted = weighted + self.router_z_loss_coefficient * z
-        max_load = splits.max() * self.num_experts / splits.sum().clamp(min=1)
-        return RouterLoss(weighted, balance.detach(), z.detach(), max_load.float())
+    def _of_experts(self, tokens: Tensor, expert_ids: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """``y`` [T, D], and the rows of each expert that this rank's tokens make."""
+        if self.dispatcher is None:
+            rows, row_probs, sorting = moe_permute_with_probs(tokens, probs, expert_ids, self.num_experts)
+            y = moe_unpermute(self.experts(rows, sorting.splits, row_probs), sorting)
+            return y if self.shared is None else y + self.shared(tokens), sorting.splits
+        meanwhile = None if self.shared is None else partial(self.shared, tokens)
+        rows, splits, travelled, sent = self.dispatcher.dispatch(
+            tokens, expert_ids, probs, queue=self.experts.queue_now(), meanwhile=meanwhile
+        )
+        y = self.dispatcher.combine(self.experts(rows, splits, travelled), sent)
+        return y if self.shared is None else y + sent.meanwhile, sent.sorting.splits
 
 
-def load_balancing_loss(probs: Tensor, splits: Tensor, is_padding: Tensor | None = None) -> Tensor:
+def router_losses(
+    stats: Sequence[RouterStats], config: ModelConfig, group: dist.ProcessGroup | None = None
+) -> RouterLoss:
+    """The losses of all routers of a forward. Collective over ``group``: those ranks' tokens count as one microbatch.
+
+    Each rank's gradient is its part: losses of the ranks are averaged, by the numbers of their tokens.
+    """
+    splits, mean_probs, z = map(torch.stack, zip(*stats, strict=True))
+    if group is not None:
+        dist.all_reduce(splits, group=group)
+    balance = load_balancing_loss(mean_probs, splits)
+    weighted = config.aux_loss_coefficient * balance.sum()
+    if config.router_z_loss_coefficient:
+        weighted = weighted + config.router_z_loss_coefficient * z.sum()
+    loads = splits.amax(1) * config.num_experts / splits.sum(1).clamp(min=1)
+    return RouterLoss(weighted, balance.detach().mean(), z.detach().mean(), loads.max().float())
+
+
+def load_balancing_loss(mean_probs: Tensor, splits: Tensor) -> Tensor:
     """``E * sum over e of f_e P_e``, which is 1 at perfect balance and 0 without tokens.
 
     f_e is expert e's part of all rows, P_e is its mean probability.
 
-    probs       [T, E]  fp32, over all experts
-    splits      [E]     rows of each expert, integers: no gradient flows through them
-    is_padding  [T]     bool: tokens that P_e leaves out; ``splits`` must not count them either
+    mean_probs  [..., E]  fp32, over all experts
+    splits      [..., E]  rows of each expert, integers: no gradient flows through them
 
-    This is the Switch Transformer's loss (Fedus et al., 2021), with f counted over the k choices of each token. The
-    tokens are those of one microbatch on one rank.
+    This is the Switch Transformer's loss (Fedus et al., 2021), with f counted over the k choices of each token.
     """
-    share = splits.to(probs.dtype) / splits.sum().clamp(min=1)
-    return probs.shape[1] * (share * _token_mean(probs, is_padding)).sum()
+    share = splits.to(mean_probs.dtype) / splits.sum(-1, keepdim=True).clamp(min=1)
+    return splits.shape[-1] * (share * mean_probs).sum(-1)
 
 
 def router_z_loss(logits: Tensor, is_padding: Tensor | None = None) -> Tensor:

@@ -20,6 +20,7 @@ from ...te_integration import convert_linears
 from ...te_integration.conversion.fused_loss import FusedLoss, is_language_model, mode_of, why_no_fused_loss
 from .blocks import Units, add_recompute, find_units
 from .dtypes import compute_in, policy_of, store_in_fp32
+from .experts import ExpertRanks, SharedExperts, share_experts
 
 __all__ = ["parallelize", "shard_units"]
 
@@ -41,6 +42,8 @@ def parallelize(
     param_dtype: torch.dtype | None = ...,
     recompute: bool = ...,
     compile: bool | Mapping[str, Any] = ...,
+    ep: ExpertRanks | None = ...,
+    dispatch: Mapping[str, Any] | None = ...,
     **options: Any,
 ) -> DistributedDataParallel: ...
 @overload
@@ -55,6 +58,8 @@ def parallelize(
     param_dtype: torch.dtype | None = ...,
     recompute: bool = ...,
     compile: bool | Mapping[str, Any] = ...,
+    ep: ExpertRanks | None = ...,
+    dispatch: Mapping[str, Any] | None = ...,
     **options: Any,
 ) -> FSDPModule: ...
 @overload
@@ -69,6 +74,8 @@ def parallelize(
     param_dtype: torch.dtype | None = ...,
     recompute: bool = ...,
     compile: bool | Mapping[str, Any] = ...,
+    ep: ExpertRanks | None = ...,
+    dispatch: Mapping[str, Any] | None = ...,
     **options: Any,
 ) -> DistributedDataParallel | FSDPModule: ...
 def parallelize(
@@ -82,6 +89,8 @@ def parallelize(
     param_dtype: torch.dtype | None = None,
     recompute: bool = False,
     compile: bool | Mapping[str, Any] = False,
+    ep: ExpertRanks | None = None,
+    dispatch: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> DistributedDataParallel | FSDPModule:
     """Make a model train on all ranks. Returns the model that the loop calls. Collective.
@@ -106,6 +115,11 @@ def parallelize(
     recompute    backward computes the activations of each unit again (gradient checkpointing). A model of Hugging Face
                  does so itself, for its own layers, in training mode
     compile      ``module.compile()`` of each unit; a mapping gives the arguments of ``torch.compile``
+    ep           the ranks that share out the experts of a model of Hugging Face, and send each other tokens: a number
+                 of neighbours among the ranks of ``mesh``, or the group, or the mesh of one dim. Experts are averaged
+                 over the ranks that hold the same. None: each rank has all experts. Experts that are DTensors, cut
+                 along their first dim over data-parallel ranks (``ep_plan``, torchtitan), need no ``ep``
+    dispatch     how tokens travel: options of ``te_integration.TokenDispatcher``, as {"transport": "symmetric"}
     options      under "ddp" and "zero1" fields of ``DistributedDataParallelConfig`` (reductions and gathers overlap
                  computation unless they say otherwise), or a whole ``config``, and arguments of
                  ``DistributedDataParallel``; under the others arguments of ``fully_shard``. With a ``mixed_precision``
@@ -126,6 +140,7 @@ def parallelize(
         )
     own_policy: MixedPrecisionPolicy | None = options.get("mixed_precision")
     policy = None if parallel in _WRAPPED else own_policy or policy_of(model, param_dtype)
+    experts = _share_experts(model, mesh, ep, dispatch or {}, fuse, options)
     if fuse:
         convert_linears(model, fused_loss=fused_loss)
     if recompute:
@@ -134,14 +149,34 @@ def parallelize(
         for unit in found:
             unit.compile(**(compile if isinstance(compile, Mapping) else {}))
     if policy is not None:
-        return shard_units(model, found, parallel, mesh, policy, options)
+        return shard_units(model, found, parallel, mesh, policy, options, experts=experts)
     if param_dtype is not None:
         compute_in(model, param_dtype)
     arguments = {name: value for name, value in options.items() if name in _WRAPPER_OPTIONS}
+    if experts is not None:
+        arguments["expert_process_group"] = experts.same
     return DistributedDataParallel(model, process_group=mesh, **{**arguments, "config": _config_of(parallel, options)})
 
 
-# ---- The wrapper, or units. ----
+# ---- Experts, the wrapper, or units. ----
+
+
+def _share_experts(
+    model: nn.Module,
+    mesh: Ranks,
+    ep: ExpertRanks | None,
+    dispatch: Mapping[str, Any],
+    fuse: bool,
+    options: Mapping[str, Any],
+) -> SharedExperts | None:
+    if ep is not None and not fuse:
+        raise ValueError("ep needs fuse=True: fused experts send tokens, those of transformers do not")
+    said = [name for name in ("expert_process_group", "tensor_parallel_group") if options.get(name) is not None]
+    if ep is not None and said:
+        raise ValueError(
+            f"ep does not go with {said[0]}: it cuts experts over data-parallel ranks, and knows the others"
+        )
+    return None if said else share_experts(model, mesh, ep, dispatch)
 
 
 def _config_of(parallel: str, options: Mapping[str, Any]) -> DistributedDataParallelConfig:
@@ -161,12 +196,17 @@ def shard_units(
     policy: MixedPrecisionPolicy,
     options: Mapping[str, Any],
     policies: Mapping[nn.Module, MixedPrecisionPolicy] | None = None,
+    experts: SharedExperts | None = None,
 ) -> FSDPModule:
     """Make units of the blocks, the inner ones first, and of the whole model.
 
     options   arguments of ``fully_shard``. Without a ``mixed_precision`` in it, trained parameters are stored in fp32
     policies  of units with another policy than the rest
+    experts   units of their own, over the ranks that hold the same
     """
+    apart = () if experts is None else experts.modules
+    inside = {id(each) for each in apart}
+    units = [*apart, *(unit for unit in units if id(unit) not in inside)]
     only_of_units, only_of_model = {"reshard_after_forward"}, {"copy_engine_gather"}
     if "ignored_params" in options:
         options = {**options, "ignored_params": list(options["ignored_params"])}  # each unit reads them
@@ -177,7 +217,8 @@ def shard_units(
             store_in_fp32(module, ignored)  # one unit at a time: the others' memory is that of their shards already
         given = {key: value for key, value in options.items() if key not in left_out}
         given["mixed_precision"] = (policies or {}).get(module, policy)
-        fully_shard(module, mesh, placements, **given)
+        over = experts.same if experts is not None and id(module) in inside else mesh
+        fully_shard(module, over, placements, **given)
     assert isinstance(model, FSDPModule), "fully_shard has made it one"
     return model
 

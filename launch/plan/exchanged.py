@@ -1,7 +1,7 @@
-"""What ranks that compute one sample together send each other in a step, from shapes alone.
+"""What ranks that compute one sample, or hold the experts, together send each other in a step, from shapes alone.
 
 Legend: n ranks, B sequences, T tokens of a rank's part of a sequence, D width of the model, H and K heads of queries
-and of keys and values on a rank, C width of a head.
+and of keys and values on a rank, C width of a head, k experts of a token.
 
 ========================  =============================================================  ==============================
 in each block             all ranks hold                                                 each rank sends
@@ -10,6 +10,8 @@ tensor-parallel ranks     the inputs [B, T, D] of attention and feed-forward in 
                           backward, their outputs in forward, as parts of sums
 with sequence parallelism inputs and sums in forward and in backward, and inputs once     (n-1)/n of each
                           more for weight gradients of eager code
+ranks with other experts  the T k rows of the chosen experts, sent and brought back, and      (n-1)/n of each, where
+                          their probabilities; in backward their gradients               experts are chosen evenly
 context-parallel ranks    q and the mixture [B, H, T, C], k and v [B, K, T, C], of all   (n-1)/n of each
                           n parts of a sequence; their gradients in backward
 in a ring                 k and v [B, H, T, C] in forward and in backward; their         n-1 of each, and n of the
@@ -42,7 +44,8 @@ def exchanges_of(config: Config, ranks: int) -> tuple[Exchange, ...]:
     """What a run on so many ranks exchanges in a step; nothing where every rank has samples of its own."""
     mesh, settings = config.mesh, config.train
     tokens = settings.sequences_per_microbatch(mesh.data_ranks(ranks)) * (settings.sequence_length // mesh.cp)
-    return tuple(each for each in (_over_tp(config, tokens), _over_cp(config, tokens)) if each.ranks > 1)
+    found = _over_tp(config, tokens), _over_cp(config, tokens), _over_ep(config, tokens)
+    return tuple(each for each in found if each.ranks > 1)
 
 
 def _over_tp(config: Config, tokens: int) -> Exchange:
@@ -70,3 +73,12 @@ def _over_cp(config: Config, tokens: int) -> Exchange:
     kv_heads = math.lcm(model.num_kv_heads // config.mesh.tp, cp)
     nbytes = 2 * (heads + kv_heads) * size * item
     return Exchange("parts of sequences for heads", cp, 8 * times, times * nbytes * (cp - 1) // cp)
+
+
+def _over_ep(config: Config, tokens: int) -> Exchange:
+    model, ep, times = config.model, config.mesh.ep, config.train.num_microbatches
+    blocks = times * sum(map(model.has_experts, range(model.num_layers)))
+    # A row goes with its fp32 probability, and comes back without; in backward it is the other way round.
+    row = 2 * model.dim * model.dtype("param_dtype").itemsize + 4
+    nbytes = 2 * blocks * model.top_k * tokens * row
+    return Exchange("rows to experts and back", ep, 7 * blocks, nbytes * (ep - 1) // ep)

@@ -104,6 +104,8 @@ def plan_run(config: Config, ranks: int) -> RunPlan:
     if config.mesh.tp > 1 and isinstance(model, GPT):
         group: Any = dist.ProcessGroup(0, config.mesh.tp)  # type: ignore[call-arg]  # a rank and a size alone
         cut_gpt(model, group, sequence_parallel=config.mesh.sequence_parallel, runs=False)
+    if config.mesh.ep > 1 and isinstance(model, GPT):
+        model.share_experts(0, config.mesh.ep, None)
     units = lay_out(config, model, muon, ranks // config.mesh.tp)
     return RunPlan(
         config=config,

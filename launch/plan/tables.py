@@ -160,6 +160,8 @@ def _collectives_table(plan: RunPlan) -> Table:
         title += "; not counted: the mean over tensor-parallel ranks of shards that are not cut"
     elif config.mesh.tp > 1:
         title += f"; of parameters that are not cut, over {config.mesh.tp} times as many ranks"
+    if config.mesh.ep > 1:
+        title += f"; of experts, over {plan.inner_size // config.mesh.ep} rank(s)"
     traffic = [unit.traffic for unit in units]
     sent = {
         f"all-gather\n{ranks}": [each.gather for each in traffic],
@@ -175,7 +177,8 @@ def _collectives_table(plan: RunPlan) -> Table:
 def _exchanges_table(plan: RunPlan) -> Table:
     exchanges = plan.exchanges
     return table_of(
-        "bytes that each rank sends in a step to those that compute its samples with it, without recomputation",
+        "bytes that each rank sends in a step to those that compute its samples or hold its experts with it, without "
+        "recomputation",
         texts("what", [each.what for each in exchanges]),
         numbers("ranks", [str(each.ranks) for each in exchanges]),
         _counts("collectives", [each.calls for each in exchanges]),

@@ -78,7 +78,8 @@ def _buckets(config: Config, model: LanguageModel, muon: MuonGroups, ranks: int)
     row, inner_size = placements_of(wrapper), ranks // outer_size
     states = states_of(config, model, muon)
     copies = inner_size * config.mesh.tp
-    sizes = {"slice": inner_size, "dense": copies, "partial": copies}  # as ``make_grids`` has them
+    # As ``make_grids`` has them.
+    sizes = {"slice": inner_size, "dense": copies, "partial": copies, "expert": inner_size // config.mesh.ep}
     owned = find_owned_params(model)
     if config.mesh.tp > 1:
         slices = [model_slice_of(each.param) for each in owned]
@@ -111,8 +112,7 @@ def _units(config: Config, model: LanguageModel, muon: MuonGroups, ranks: int) -
         model.float()  # parameters are fp32 at rest
     names = {id(module): name for name, module in model.named_modules()}
     fsdp, outer_size = config.fsdp, config.num_instances
-    row, inner_size = fsdp.row, ranks // outer_size
-    degree = shard_degree(row, inner_size, outer_size)
+    row, all_inside = fsdp.row, ranks // outer_size
     states = states_of(config, model, muon)
     taken: set[int] = set()
 
@@ -123,6 +123,8 @@ def _units(config: Config, model: LanguageModel, muon: MuonGroups, ranks: int) -
     for module, policy in units_of(model, config.model, fsdp):
         owned = [entry for entry in find_owned_params(module) if id(entry.param) not in taken]
         taken.update(id(entry.param) for entry in owned)
+        inner_size = all_inside // (config.mesh.ep if owned[0].grid_name == "expert" else 1)
+        degree = shard_degree(row, inner_size, outer_size)
         placed[names[id(module)]] = tuple(
             PlacedBucket(
                 layout=layout,

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from ...te_integration.dense.quantized_linear import takes_recipe
 from ...te_integration.recipes import Recipe, recipe_named
@@ -60,12 +61,18 @@ def load_model(config: Config, runtime: Runtime) -> LanguageModel:
     check_model(config, model)
     if isinstance(model, GPT):
         model.share_sequences(runtime.context)
+        if dist.is_initialized():
+            model.loss_group = runtime.loss_group or dist.group.WORLD
+        if runtime.expert_mesh is not None:
+            place, mesh = runtime.expert_mesh.get_local_rank(), runtime.mesh
+            model.share_experts(place, mesh.ep, runtime.expert_mesh, mesh.transport)
         if runtime.tensor_group is not None:
             cut_gpt(model, runtime.tensor_group, sequence_parallel=config.mesh.sequence_parallel)
     recompute_blocks(model.blocks, config)
     # The embedding, the last norm, the head and the loss stay eager. A graph break in a block of the GPT raises.
+    whole = isinstance(model, GPT) and runtime.expert_mesh is None  # tokens that travel break a graph
     for block in model.blocks if config.train.compile else ():
-        block.compile(fullgraph=isinstance(model, GPT), backend=config.train.compile_backend)
+        block.compile(fullgraph=whole, backend=config.train.compile_backend)
     return model
 
 

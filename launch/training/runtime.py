@@ -11,12 +11,14 @@ from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ... import __version__
+from ...ddp.collectives.rank_grid import make_grid
 from ..config.error import ConfigError
 from ..config.run import MeshConfig
 from ..parallelizing.exchanges import ALONE, ContextRanks
+from ..parallelizing.experts import mesh_of
 
 __all__ = [
     "Runtime",
@@ -40,6 +42,9 @@ class Runtime(NamedTuple):
     """The ranks with the same tokens, and other parts of the weights, if there are any."""
     loss_group: dist.ProcessGroup | None = None
     """The ranks whose losses are averaged: those of all samples and parts of sequences. None: all ranks."""
+
+    expert_mesh: DeviceMesh | None = None
+    """The ranks that hold all experts together, if each has a part."""
 
     @property
     def loss_rank(self) -> int:
@@ -123,6 +128,8 @@ def current_runtime(device: Literal["auto", "cpu", "cuda"], mesh: MeshConfig | N
     mesh = mesh or MeshConfig()
     runtime = _current_runtime(device)
     data_ranks = mesh.data_ranks(runtime.world_size)
+    if mesh.ep > 1:
+        runtime = runtime._replace(mesh=mesh, expert_mesh=mesh_of(mesh.ep, make_grid(None)))
     if mesh.ranks_of_sample == 1:
         return runtime
     sizes = data_ranks, mesh.cp, mesh.tp

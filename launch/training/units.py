@@ -19,7 +19,8 @@ def units_of(
     """The module and the policy of each ``fully_shard`` call, inner units first, the model last.
 
     Parameters are stored in fp32 and used in ``model.param_dtype``. Inputs are not cast: activations have the dtype of
-    the parameters, and rotary tables stay in fp32. A router with another dtype than its block is a unit of its own.
+    the parameters, and rotary tables stay in fp32. A router with another dtype than its block is a unit of its own,
+    and so are experts of which other ranks hold the rest.
     """
     keeps_router = settings.num_experts > 0 and settings.router_dtype != settings.param_dtype
     policy = MixedPrecisionPolicy(
@@ -30,7 +31,10 @@ def units_of(
     )
     of_router = dataclasses.replace(policy, param_dtype=settings.dtype("router_dtype"))
     for block in model.blocks:
-        if keeps_router and isinstance(block.ffn, MixtureOfExperts):
-            yield block.ffn.router, of_router
+        if isinstance(block.ffn, MixtureOfExperts):
+            if keeps_router:
+                yield block.ffn.router, of_router
+            if block.ffn.has_part:
+                yield block.ffn.experts, policy
         yield block, policy
     yield model, policy

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ... import fsdp
 from ...ddp import DistributedDataParallel, GraphedTrainingStep
 from ...ddp.collectives.failure_report import FailureReporter
+from ...ddp.collectives.rank_grid import make_grid
 from ...ddp.contract.record import GradRecord
 from ...ddp.plan.model_slice import model_slice_of
 from ...ddp.plan.owned_params import find_owned_params
@@ -28,8 +29,10 @@ from ...ddp.torch_grads.muon_groups import MuonGroups
 from ...ddp.torch_grads.over_ranks import whole_of_slices
 from ...fsdp import FSDPModule
 from ...fsdp.module import root_of, unit_of
+from ...te_integration import GroupedMLP
 from ..config.run import Config, ConfigError, OptimizerConfig
 from ..model.hugging_face import HuggingFaceModel, LanguageModel
+from ..parallelizing.experts import SharedExperts, same_place
 from ..parallelizing.graphed import graphed
 from ..parallelizing.make_optimizer import make_optimizer
 from ..parallelizing.muon import with_whole_matrices
@@ -84,6 +87,8 @@ class Wrapped:
             options: dict[str, Any] = {}
             if runtime.tensor_group is not None:
                 options = {"process_group": runtime.loss_group, "tensor_parallel_group": runtime.tensor_group}
+            if runtime.expert_mesh is not None:
+                options["expert_process_group"] = same_place(runtime.expert_mesh, make_grid(None))
             self.model = holder = DistributedDataParallel(module, with_whole_matrices(config.ddp, muon), **options)
             self.optimizer = _optimizer_of(self.model, config.optimizer, muon, max_grad_norm=limit)
         self.failures: FailureReporter = holder.failures
@@ -180,7 +185,11 @@ def _sharded(module: LanguageModel, config: Config, runtime: Runtime) -> FSDPMod
         options["init_sync"] = False  # all ranks have drawn the same
     units = [unit for unit in policies if unit is not module]
     try:
-        return shard_units(module, units, settings.row, mesh, policies[module], options, policies)
+        experts = None
+        if runtime.expert_mesh is not None:
+            own = tuple(unit for unit in units if isinstance(unit, GroupedMLP))
+            experts = SharedExperts(own, same_place(runtime.expert_mesh, make_grid(mesh)))
+        return shard_units(module, units, settings.row, mesh, policies[module], options, policies, experts)
     except ValueError as error:  # an option that has no effect on this device
         raise ConfigError(f"[fsdp]: {error}") from None
 

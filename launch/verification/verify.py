@@ -17,6 +17,7 @@ from torch import nn
 
 from ...ddp.collectives.rank_grid import Ranks, WorldOfOne
 from ..parallelizing.blocks import default_units
+from ..parallelizing.experts import numbers_of_experts
 from ..simulation.simulate import frames_outside
 from ..simulation.state import ProcessState
 from .batches import count_rows, cut, own_copy
@@ -86,18 +87,21 @@ def verify(
     accept                causes (``Cause``) that are notes, not errors
     seed                  of everything random
 
-    Ways with ``tp`` and ``cp`` are left out where forwards draw random numbers.
+    Ways with ``ep`` in their names share out the experts of models of Hugging Face among two ranks, where these divide
+    the numbers of ``ranks`` and experts. Ways with ``tp`` and ``cp`` are left out where forwards draw random numbers.
 
     Raises ``ValueError`` for an unknown way or cause, for rows that ranks times microbatches do not divide, for an
     output that is no loss, and for a model without trainable parameters. Raises what the program raises in plain
     PyTorch.
     """
     by_plan: Cut | None = cut_by_tp_plan if tensor_parallel == "tp_plan" else tensor_parallel
-    setting = Setting(units, expert_process_group, {}, muon, by_plan, context_parallel)
-    _check_options(ways, accept, ranks, num_microbatches, setting)
-    program = Program(model, loss, step, seed)
     state = ProcessState.capture()
     try:
+        program = Program(model, loss, step, seed)
+        counts = numbers_of_experts(program.make())
+        most_ep = math.gcd(ranks, *counts) if counts else 1
+        setting = Setting(units, expert_process_group, {}, muon, most_ep, by_plan, context_parallel)
+        _check_options(ways, accept, ranks, num_microbatches, setting)
         with torch.enable_grad():
             found = _verify(
                 program,
@@ -126,7 +130,9 @@ def _check_options(
                 raise ValueError(f"{str(each)!r} is no {what}: choose of {', '.join(known)}")
     for name in ways or ():
         if not setting.fits(WAYS[name]):
-            raise ValueError(f"way {name!r} needs {WAYS[name].cut}=, a function of the model and a mesh")
+            needed = f"{WAYS[name].cut}=, a function of the model and a mesh"
+            experts = "experts of Hugging Face, whose number two ranks divide, and an even number of ranks"
+            raise ValueError(f"way {name!r} needs {needed if WAYS[name].cut else experts}")
     if ways is not None and not ways:
         raise ValueError("ways names none: leave it None for all")
     if ranks < 1 or num_microbatches < 1:

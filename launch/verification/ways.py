@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ...ddp import DistributedDataParallel, clip_grad_norm
 from ...ddp.collectives.rank_grid import Ranks
-from ...ddp.plan.model_slice import ModelSlice
+from ...ddp.plan.model_slice import ModelSlice, model_slice_of
+from ...ddp.plan.owned_params import is_marked_expert
 from ...ddp.torch_grads.muon_groups import MuonGroups, muon_groups
 from ...fsdp import MixedPrecisionPolicy
 from ...te_integration import WgradQueue, delayed_wgrad
@@ -42,6 +43,8 @@ class Way(NamedTuple):
     """Weight gradients are computed after each backward, from a ``WgradQueue``."""
     cut: Literal["tensor_parallel", "context_parallel"] | None = None
     """Two ranks compute each row together: they hold the model together, or have half of the tokens each."""
+    ep: int = 1
+    """Number of ranks that hold the experts of Hugging Face models together."""
     options: Mapping[str, Any] = {}
     """Further options of ``parallelize``, which overlaps reductions and gathers unless they say otherwise. A function
     is called on each rank."""
@@ -82,6 +85,8 @@ WAYS: Mapping[str, Way] = {
     "ddp_tp": Way("ddp", cut="tensor_parallel"),
     "zero1_tp_converted": Way("zero1", converted=True, cut="tensor_parallel"),
     "zero1_cp_converted": Way("zero1", converted=True, cut="context_parallel"),
+    "zero1_ep_converted": Way("zero1", converted=True, ep=2),
+    "fsdp_ep_converted": Way("zero3", converted=True, ep=2),
     "fsdp_cp_converted": Way("zero3", converted=True, cut="context_parallel"),
 }
 """By name. All of them accumulate microbatches under ``no_sync``."""
@@ -110,6 +115,8 @@ class Setting(NamedTuple):
     muon: Mapping[str, Any] | None = None
     """Options of ``muon_groups``; None: AdamW updates all parameters."""
 
+    most_ep: int = 1
+    """Among how many ranks the model's experts can be shared out."""
     tensor_parallel: Cut | None = None
     """Cuts a model over tensor-parallel ranks."""
     context_parallel: Cut | None = None
@@ -117,7 +124,7 @@ class Setting(NamedTuple):
 
     def fits(self, way: Way) -> bool:
         """Whether there is what the way needs."""
-        return way.cut is None or getattr(self, way.cut) is not None
+        return self.most_ep % way.ep == 0 and (way.cut is None or getattr(self, way.cut) is not None)
 
     def matrices(self, module: nn.Module) -> MuonGroups:
         """The parameters that Muon updates."""
@@ -147,6 +154,8 @@ def run_way(program: Program, way: Way, parts: Sequence[Part], setting: Setting,
         options["mixed_precision"] = MixedPrecisionPolicy()  # parameters stay in the dtypes that they have
     else:
         options |= {"num_buckets": 4, "expert_process_group": setting.experts}
+    if way.ep > 1:
+        options["ep"] = way.ep
     options = {name: value() if callable(value) else value for name, value in options.items()}
     muon = setting.matrices(module)
     if way.parallel == "zero1":
@@ -185,23 +194,30 @@ def run_way(program: Program, way: Way, parts: Sequence[Part], setting: Setting,
     # 4. the step, for which gradients may be cleared
     if way.shards_parameters:
         held = [param for param in params if param.requires_grad and param.shard.numel]
-        grads = [Piece(param.shard.name, param.shard.start, _flat(param.grad.to_local())) for param in held]
+        shards = [(param, param.shard.name, param.shard.start, param.shard.cut_slice) for param in held]
+        grads = [_in_whole(Piece(name, start, _flat(param.grad.to_local())), own) for param, name, start, own in shards]
     else:
-        grads = list(_held_grads(model))
+        slices = {**model.model_slices, **_slices_of_experts(module)}
+        grads = list(_held_grads(model, slices))
     if is_stock:
         optimizer.grad_norm = clip_grad_norm(model, _NO_CLIPPING)
     optimizer.step()
     if way.shards_parameters:
-        weights = [Piece(param.shard.name, param.shard.start, _flat(param)) for param in held]
+        weights = [_in_whole(Piece(name, start, _flat(param)), own) for param, name, start, own in shards]
         records = [record for unit in model.units for bucket in unit.buckets for record in bucket.records]
     else:
         pieces = (Piece(name, 0, _flat(param)) for name, param in module.named_parameters())
-        weights = [_in_whole(piece, model.model_slices.get(piece.name)) for piece in pieces]
+        weights = [_in_whole(piece, slices.get(piece.name)) for piece in pieces]
         records = model.records
     return RankResult(grads, float(optimizer.grad_norm), weights, sum(record.num_fused_writes for record in records))
 
 
-def _held_grads(model: DistributedDataParallel) -> Iterator[Piece]:
+def _slices_of_experts(module: nn.Module) -> dict[str, ModelSlice]:
+    found = ((name, model_slice_of(param)) for name, param in module.named_parameters() if is_marked_expert(param))
+    return {name: held for name, held in found if held is not None}
+
+
+def _held_grads(model: DistributedDataParallel, slices: Mapping[str, ModelSlice]) -> Iterator[Piece]:
     """The reduced gradients of the ranges that this rank owns."""
     for bucket in model.buckets:
         first, last = model.owned_range(bucket.layout)
@@ -210,7 +226,7 @@ def _held_grads(model: DistributedDataParallel) -> Iterator[Piece]:
             start, end = max(base, first), min(slot.end - bucket.layout.start, last)
             if start < end:
                 piece = Piece(slot.spec.name, start - base, bucket.reduced[start - first : end - first].clone())
-                yield _in_whole(piece, model.model_slices.get(piece.name))
+                yield _in_whole(piece, slices.get(piece.name))
 
 
 def _in_whole(piece: Piece, held: ModelSlice | None) -> Piece:

@@ -24,7 +24,6 @@ overlap nothing. Legend: T rows, K input features, N output features, p ranks.
 """
 
 import functools
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
@@ -33,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...ddp.torch_internals import current_backward, watch_prehooks
-from ..wgrad_queue import WgradQueue
+from ..wgrad_queue import Filling, WgradQueue, fill_wait, filling
 from .compiled_linear import InGraph
 from .hugging_face import MadeClass
 from .linear import LinearModule, ProductUse, brought, wanted_and_places, weight_grads
@@ -51,7 +50,6 @@ __all__ = [
 ]
 
 ParallelMode: TypeAlias = Literal["column", "row"]
-_QueueRef: TypeAlias = "weakref.ref[WgradQueue] | None"
 
 
 def ranks_of(group: dist.ProcessGroup, sequence_dim: int | None = None) -> Ranks:
@@ -74,7 +72,7 @@ def multiply_over_ranks(
 
     Returns the local output; its gradient must be local too, and is not to be summed over the ranks.
     """
-    waiting = None if queue is None or not queue.fill_waits else weakref.ref(queue)
+    waiting = filling(queue)
     execution = module.execution(input, weights, queue, product, only_save)
     if mode == "row":
         output = execution.multiply(input, weights, None)
@@ -93,13 +91,13 @@ def multiply_over_ranks(
     return execution.multiply(to_columns(input, ranks, waiting), weights, bias)
 
 
-def to_columns(input: Tensor, ranks: Ranks, waiting: _QueueRef = None) -> Tensor:
+def to_columns(input: Tensor, ranks: Ranks, waiting: Filling = None) -> Tensor:
     """The input of a column-parallel product, for an execution that does not exchange it itself."""
     whole: Tensor = _ToColumns.apply(input, ranks, waiting)
     return whole
 
 
-def from_rows(output: Tensor, ranks: Ranks, waiting: _QueueRef = None) -> Tensor:
+def from_rows(output: Tensor, ranks: Ranks, waiting: Filling = None) -> Tensor:
     """The sum over the ranks of what a row-parallel product has computed."""
     summed: Tensor = _FromRows.apply(output, ranks, waiting)
     return summed
@@ -115,7 +113,7 @@ class _Columns(torch.autograd.Function):
         use: ProductUse,
         dtype: torch.dtype,
         ranks: Ranks,
-        waiting: _QueueRef,
+        waiting: Filling,
         *weights_and_bias: Any,
     ) -> Tensor:
         *weights, bias = weights_and_bias
@@ -142,7 +140,7 @@ class _Columns(torch.autograd.Function):
         if needs_dx:
             dx = cast(input_grad(dy, weights, transposed=use.transposed), ctx.input_dtype)
             dx = ranks.start_sum(dx, in_place=True)
-            _fill(ctx.waiting)
+            fill_wait(ctx.waiting)
         dy_rows = rows_of(dy)
         db = dy_rows.sum(0, dtype=ctx.bias_dtype) if needs_db else None
         results: list[Tensor | None] = [None] * len(needs_dw)
@@ -161,7 +159,7 @@ class _ToColumns(torch.autograd.Function):
     """See ``to_columns``."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: Ranks, waiting: _QueueRef) -> Tensor:
+    def forward(ctx: Any, x: Tensor, ranks: Ranks, waiting: Filling) -> Tensor:
         ctx.ranks, ctx.waiting = ranks, waiting
         return x.view_as(x) if ranks.sequence_dim is None else ranks.finish_gather(ranks.start_gather(x))
 
@@ -169,7 +167,7 @@ class _ToColumns(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         _refuse_second_derivatives("a column-parallel layer")
         summing = ctx.ranks.start_sum(grads[0])
-        _fill(ctx.waiting)
+        fill_wait(ctx.waiting)
         return ctx.ranks.finish_sum(summing), None, None
 
 
@@ -177,7 +175,7 @@ class _FromRows(torch.autograd.Function):
     """See ``from_rows``."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, ranks: Ranks, waiting: _QueueRef) -> Tensor:
+    def forward(ctx: Any, y: Tensor, ranks: Ranks, waiting: Filling) -> Tensor:
         ctx.ranks, ctx.waiting = ranks, waiting
         summed: Tensor = ranks.finish_sum(ranks.start_sum(y))
         return summed
@@ -187,15 +185,8 @@ class _FromRows(torch.autograd.Function):
         _refuse_second_derivatives("a row-parallel layer")
         gathering = ctx.ranks.start_gather(grads[0])
         if ctx.ranks.sequence_dim is not None:
-            _fill(ctx.waiting)
+            fill_wait(ctx.waiting)
         return ctx.ranks.finish_gather(gathering), None, None
-
-
-def _fill(waiting: _QueueRef) -> None:
-    """While a collective runs, compute what a queue with ``fill_waits`` holds."""
-    queue = None if waiting is None else waiting()
-    if queue is not None:
-        queue.drain()
 
 
 def _refuse_second_derivatives(owner: str) -> None:

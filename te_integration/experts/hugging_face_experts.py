@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..dense.compiled_wgrad import run_outside_graph
 from ..dense.hugging_face import MadeClass, is_of_transformers
+from .dispatch.dispatcher import TokenDispatcher
 from .grouped_module import ExpertLayer, GroupedModule
 from .moe_permutation import moe_permute_with_probs, moe_unpermute
 from .row_splits import row_offsets
@@ -132,6 +133,8 @@ class FusedExperts(MadeClass, GroupedModule):
     fuse_wgrad_accumulation = True
     slices = "local"
     num_experts: int
+    dispatcher: TokenDispatcher | None = None
+    """Brings tokens to the ranks of their experts, of which this module has the rank's; None: it has all experts."""
 
     @property
     def num_gemms(self) -> int:  # type: ignore[override]
@@ -155,7 +158,8 @@ class FusedExperts(MadeClass, GroupedModule):
         if self.config._experts_implementation not in self._form.implementations:
             chosen: Tensor = super().forward(hidden_states, top_k_index, top_k_weights)
             return chosen
-        if torch.compiler.is_compiling() and not self.runs_in_graph(top_k_index):
+        breaks = self.dispatcher is not None or not self.runs_in_graph(top_k_index)
+        if torch.compiler.is_compiling() and breaks:
             output: Tensor = run_outside_graph(FusedExperts._forward, self, hidden_states, top_k_index, top_k_weights)
             return output
         return self._forward(hidden_states, top_k_index, top_k_weights)
@@ -164,10 +168,16 @@ class FusedExperts(MadeClass, GroupedModule):
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
         index = top_k_index.reshape(-1, top_k_index.shape[-1])
         probs = top_k_weights.reshape(index.shape)
-        rows, row_probs, sorting = moe_permute_with_probs(tokens, probs, index, self.num_experts)
-        offsets = row_offsets(sorting.splits, self.num_experts, rows.shape[0], rows.device, self.describe())
+        dispatcher, queue = self.dispatcher, self.queue_now()
+        row_probs: Any
+        way_back: Any
+        if dispatcher is None:
+            rows, row_probs, way_back = moe_permute_with_probs(tokens, probs, index, self.num_experts)
+            splits = way_back.splits
+        else:
+            rows, splits, row_probs, way_back = dispatcher.dispatch(tokens, index, probs, queue=queue)
+        offsets = row_offsets(splits, self.num_experts, rows.shape[0], rows.device, self.describe())
         up, down = self.expert_layers
-        queue = self.queue_now()
         hidden = self.multiply_rows(up, rows, offsets, None, queue)
         normed = bool(getattr(self, "has_post_expert_norm", False))
         activated = self._activate(hidden, None if normed else row_probs)
@@ -175,7 +185,8 @@ class FusedExperts(MadeClass, GroupedModule):
         output = self.multiply_rows(down, activated, offsets, scales, queue)
         if normed:
             output = (self.post_expert_norm(output) * row_probs[:, None]).to(output.dtype)
-        return moe_unpermute(output, sorting).to(hidden_states.dtype).view(hidden_states.shape)
+        y = moe_unpermute(output, way_back) if dispatcher is None else dispatcher.combine(output, way_back)
+        return y.to(hidden_states.dtype).view(hidden_states.shape)
 
     def _activate(self, hidden: Tensor, scales: Tensor | None) -> Tensor:
         """Rows of the first product -> those of the second, scaled."""

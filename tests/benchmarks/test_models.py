@@ -8,6 +8,7 @@ from pathlib import Path
 import models
 import pytest
 import torch
+import torch.distributed as dist
 from architectures import ARCHITECTURES, Architecture, Shape
 from contenders import Row
 from models import ROWS, Case, ModelsBench, bench_models, choose, odd_rows, peak_tflops, sections_of, write_report
@@ -16,6 +17,7 @@ from scripts_of_benchmarks import under_torchrun
 from tables import Measurement, odd_losses, read_csv
 from torch import nn
 
+from maingrad.launch import simulate
 from maingrad.launch.parallelizing.blocks import default_units
 
 TINY = ["--model", "tiny", "--backend", "aot_eager", "--num-steps", "2", "--num-rounds", "1", "--num-warmup-steps", "1"]
@@ -104,9 +106,23 @@ def test_rows_of_tensor_parallelism(tmp_path: Path, num_microbatches: int) -> No
     check_rows(read_csv(tmp_path / "models.csv"), names, num_ranks=2)
 
 
-def step_of(architecture: Architecture, name: str, num_microbatches: int = 1) -> Callable[[], torch.Tensor]:
+@pytest.mark.in_turn
+def test_rows_whose_experts_are_spread_train_as_those_that_are_whole() -> None:
+    def losses(name: str) -> list[float]:
+        step = step_of(MIXTURE, name, num_microbatches=2, rank=dist.get_rank(), num_ranks=2)
+        return [step().item() for _ in range(3)]
+
+    expected = simulate(losses, 2, "zero1")
+    for name in ("zero1_ep", "zero1_ep_delayed", "zero3_ep", "zero3_ep_delayed"):
+        for found, whole in zip(simulate(losses, 2, name), expected, strict=True):
+            assert found == pytest.approx(whole, rel=1e-3), name
+
+
+def step_of(
+    architecture: Architecture, name: str, num_microbatches: int = 1, rank: int = 0, num_ranks: int = 1
+) -> Callable[[], torch.Tensor]:
     bench = ModelsBench(num_microbatches=num_microbatches, backend="aot_eager")
-    case = Case(bench, architecture, Shape(2, 16), 0, 1, CPU)
+    case = Case(bench, architecture, Shape(2, 16), rank, num_ranks, CPU)
     return ROWS[name].build(case)
 
 

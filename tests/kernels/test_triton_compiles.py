@@ -55,6 +55,14 @@ _PERMUTATION = {
     "source": "*bf16/16", "row_id_map": "*i32/16", "out": "*bf16/16", "D": "i32/16", "stride_source": "i32/16",
     "stride_out": "i32/16", "TOP_K": 8, "BLOCK": 2048,
 }  # fmt: skip
+_EXCHANGE = {
+    "buffers": "*i64/16", "own": "*u8/16", "num_exchanges": "*i32/16", "num_dropped": "*i64/16", "counts": "*i64/16",
+    "plan": "*i32/16", "splits": "*i64/16", "N": "i32/16", "spins": "i32", "start": "i32/16",
+    "half_nbytes": "i32/16", "RANK": 1, "RANKS": 8, "L": 16, "BLOCK_E": 128, "BLOCK_L": 16, "BLOCK_RANKS": 8,
+    "COUNTS": True, "ARRIVE": True, "WAIT": True, "TRAP": True,
+    "rows": "*i32/16", "W": "i32/16", "S": 128, "SEARCH": 8, "ALIGN": 16, "ROWS": 4, "BLOCK": 1024,
+    "source": "*i32/16", "out": "*i32/16", "index": "*i64/16", "num_sent": "*i32", "M": "i32/16", "K": 0,
+}  # fmt: skip
 _EMBEDDING_PARTS = {
     "tokens": "*i32/16", "parts": "*fp32/16", "main_grad": "*fp32/16", "T": "i32/16", "D": "i32/16", "CHUNK": 16,
     "PARTS": 16, "BLOCK": 256, "ADD": True,
@@ -149,6 +157,14 @@ KERNELS = {
     "permutation.embedding_triton._sum_chunks_kernel#overwrite": {**_EMBEDDING_CHUNKS, "ADD": False},
     "permutation.embedding_triton._add_parts_kernel": _EMBEDDING_PARTS,
     "permutation.embedding_triton._add_parts_kernel#overwrite": {**_EMBEDDING_PARTS, "ADD": False},
+    "permutation.exchange_triton._meet_kernel": _EXCHANGE,
+    "permutation.exchange_triton._move_kernel#pull": {**_EXCHANGE, "PUSH": False},
+    "permutation.exchange_triton._move_kernel#push": {**_EXCHANGE, "PUSH": True},
+    "permutation.exchange_triton._half_kernel#write": {**_EXCHANGE, "WRITE": True, "K": 1},
+    "permutation.exchange_triton._half_kernel#read": {**_EXCHANGE, "WRITE": False},
+    "permutation.exchange_triton._half_kernel#sum": {
+        **_EXCHANGE, "WRITE": False, "K": 8, "source": "*bf16/16", "out": "*bf16/16", "ROWS": 2, "BLOCK": 2048,
+    },
     "permutation.triton_kernels._permute_kernel": {**_PERMUTATION, "INVERSE": False},
     "permutation.triton_kernels._permute_kernel#inverse": {**_PERMUTATION, "INVERSE": True},
     "grouped.gemm_triton._grouped_gemm_kernel#bf16": _GEMM,
@@ -233,9 +249,14 @@ def compiled() -> dict[str, tuple[int, int, int]]:
 @pytest.mark.in_turn
 def test_every_kernel_compiles_and_moves_16_bytes_at_a_time() -> None:
     assert compiled().keys() == KERNELS.keys()
-    # Kernels need wide accesses for bandwidth; that of steps moves too little to matter, and whole products move tiles.
+    # Kernels need wide accesses for bandwidth. Those of steps and meetings move too little to matter, and whole
+    # products move tiles.
     narrow = [path for path, (wide, _, _) in compiled().items() if wide == 0]
-    assert narrow == ["optimizer.orthogonal.product_triton._full_kernel", "optimizer.triton_kernels.steps_kernel"]
+    assert narrow == [
+        "optimizer.orthogonal.product_triton._full_kernel",
+        "optimizer.triton_kernels.steps_kernel",
+        "permutation.exchange_triton._meet_kernel",
+    ]
     # Copies of 8 bits written byte by byte take the quantiser of experts half as long again. The optimizer writes so
     # the end of a row, which is no whole tile: 8 bytes a thread of each moment.
     bytewise = {path: stores for path, (_, _, stores) in compiled().items() if stores}

@@ -119,9 +119,10 @@ EXPERT_MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 sizes of a tiny model."""
 
 
-def published(name: str) -> nn.Module:
-    """The model of the published sizes on the meta device."""
-    config, sizes, _ = EXPERT_MODELS[name]
+def published(name: str, *, tiny: bool = False) -> nn.Module:
+    """The model of the published sizes on the meta device, or of the tiny ones."""
+    config, sizes, smaller = EXPERT_MODELS[name]
+    sizes = smaller if tiny else sizes
     with torch.device("meta"):
         model: nn.Module = transformers.AutoModelForCausalLM.from_config(getattr(transformers, config)(**sizes))
     return model

@@ -42,7 +42,7 @@ def localize(module: _Module, ignored: Collection[int] = ()) -> _Module:
         return module
     from .forwards import show_in_forward
     from .layouts import LAYOUTS, layout_of, layouts_of
-    from .optimizers import set_layout
+    from .optimizers import set_slice_of
     from .state_dict import install_state_dict_hooks
 
     found = _dtensors(module, ignored)
@@ -57,8 +57,7 @@ def localize(module: _Module, ignored: Collection[int] = ()) -> _Module:
         for name, layout in layouts_of(owner).items():
             known = owner._parameters.get(name)
             if known is not None and model_slice_of(known) is None:  # a copied module's, too
-                set_model_slice(known, layout.model_slice())
-                set_layout(known, layout)
+                set_slice_of(known, layout)
         _mark_partial(owner)
     return module
 

@@ -15,10 +15,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from ..model_slice import set_model_slice
 from .layouts import Layout
 from .state_dict import local_of
 
-__all__ = ["replaced_by", "set_layout", "set_replaced"]
+__all__ = ["replaced_by", "set_replaced", "set_slice_of"]
 
 _REPLACED, _LAYOUT = "_maingrad_made_local", "_maingrad_layout"
 
@@ -34,8 +35,10 @@ def replaced_by(tensor: DTensor) -> Tensor | None:
     return getattr(tensor, _REPLACED, None)
 
 
-def set_layout(param: Tensor, layout: Layout) -> None:
-    """Have state dicts of optimizers know the layout of a local parameter."""
+def set_slice_of(param: Tensor, layout: Layout) -> None:
+    """Have wrappers, and state dicts of optimizers, know the layout of a local parameter."""
+    held = layout.model_slice()
+    set_model_slice(param, held if getattr(param, "allreduce", True) else held._replace(grad="expert"))
     setattr(param, _LAYOUT, layout)
 
 

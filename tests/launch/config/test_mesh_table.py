@@ -8,12 +8,24 @@ from tiny_run import tiny_config
 
 from maingrad.launch.config.run import Config, ConfigError, MeshConfig, ModelConfig
 
+EXPERTS = {"num_experts": 4, "top_k": 2, "expert_ffn_dim": 8}
+
 
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
         ({"mesh": {"pp": 2}}, r"mesh\.pp = 2: must be 1: .* te_integration\.pipeline has stages"),
-        ({"mesh": {"ep": 2}}, r"mesh\.ep = 2: must be 1: .* expert_process_group"),
+        ({"mesh": {"ep": 2}}, r"mesh\.ep = 2: must divide model\.num_experts = 0"),
+        ({"mesh": {"ep": 3}, "model": EXPERTS}, r"mesh\.ep = 3: must divide model\.num_experts = 4"),
+        (
+            {"mesh": {"ep": 2}, "model": EXPERTS | {"single_grouped_weight": False}},
+            r"mesh\.ep = 2: must be 1 with model\.single_grouped_weight = false: one packed weight is cut",
+        ),
+        (
+            {"mesh": {"ep": 2}, "model": EXPERTS, "train": {"cuda_graph": True}},
+            r"train\.cuda_graph = True: does not go with mesh\.transport",
+        ),
+        ({"mesh": {"transport": "symmetric"}}, r"mesh\.transport = 'symmetric': has no effect with mesh\.ep = 1"),
         ({"mesh": {"tp": 3}}, r"mesh\.tp = 3: must divide model\.num_heads = 4"),
         ({"mesh": {"tp": 4}}, r"mesh\.tp = 4: must divide model\.num_kv_heads = 2"),
         ({"mesh": {"tp": 2}, "model": {"ffn_dim": 63}}, r"mesh\.tp = 2: must divide model\.ffn_dim = 63"),

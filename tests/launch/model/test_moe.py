@@ -14,7 +14,7 @@ from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig
 from maingrad.launch.config.file import load_config
 from maingrad.launch.config.run import ConfigError, ModelConfig
 from maingrad.launch.model.gpt import GPT, build_model
-from maingrad.launch.model.moe import MixtureOfExperts, Router, load_balancing_loss, router_z_loss
+from maingrad.launch.model.moe import MixtureOfExperts, Router, load_balancing_loss, router_losses, router_z_loss
 from maingrad.launch.plan.parameter_count import ParameterCount, count_of
 from maingrad.launch.simulation.simulate import simulate
 from maingrad.launch.training.metrics import read_metrics
@@ -120,21 +120,21 @@ def test_losses_against_their_definitions():
     ids = probs.topk(2).indices
     splits = torch.tensor([(ids == expert).sum() for expert in range(4)])
     expected = sum(4 * float(splits[e]) / 24 * float(probs[:, e].sum()) / 12 for e in range(4))
-    assert load_balancing_loss(probs, splits).item() == pytest.approx(expected)
+    assert load_balancing_loss(probs.mean(0), splits).item() == pytest.approx(expected)
     assert router_z_loss(logits).item() == pytest.approx(float(logits.exp().sum(-1).log().square().mean()))
 
 
 def test_perfect_balance_costs_one_and_one_expert_alone_costs_all():
     even = torch.full((8, 4), 0.25)
-    assert load_balancing_loss(even, torch.tensor([4, 4, 4, 4])).item() == 1.0
+    assert load_balancing_loss(even.mean(0), torch.tensor([4, 4, 4, 4])).item() == 1.0
     alone = torch.zeros(8, 4)
     alone[:, 2] = 1.0
-    assert load_balancing_loss(alone, torch.tensor([0, 0, 8, 0])).item() == 4.0
+    assert load_balancing_loss(alone.mean(0), torch.tensor([0, 0, 8, 0])).item() == 4.0
 
 
 def test_balancing_lowers_the_probability_of_the_fullest():
     logits = torch.zeros(6, 3, requires_grad=True)
-    load_balancing_loss(logits.softmax(-1), torch.tensor([10, 1, 1])).backward()
+    load_balancing_loss(logits.softmax(-1).mean(0), torch.tensor([10, 1, 1])).backward()
     assert (logits.grad[:, 0] > 0).all()
     assert (logits.grad[:, 1:] < 0).all()
 
@@ -186,12 +186,11 @@ def test_the_block_is_its_definition(changes: dict[str, Any], fused: bool):
 
 
 def test_losses_are_those_of_training_alone():
-    ffn = mixture(aux_loss_coefficient=0.5, router_z_loss_coefficient=0.25)
-    x = torch.randn(6, 32).double()
-    _, loss = ffn(x)
+    ffn, x = mixture(), torch.randn(6, 32).double()
+    loss = router_losses([ffn(x)[1]], config(aux_loss_coefficient=0.5, router_z_loss_coefficient=0.25))
     routing = ffn.router(x)
     splits = torch.stack([(routing.expert_ids == expert).sum() for expert in range(4)])
-    balance, z = load_balancing_loss(routing.all_probs, splits), router_z_loss(routing.logits)
+    balance, z = load_balancing_loss(routing.all_probs.mean(0), splits), router_z_loss(routing.logits)
     assert torch.allclose(loss.weighted, 0.5 * balance + 0.25 * z)
     assert torch.equal(loss.load_balancing, balance)
     assert torch.equal(loss.z, z)

@@ -110,3 +110,21 @@ def test_what_ranks_of_a_sample_send_is_planned(
     simulate(step, 4, config)
     planned = {each.what: (4 * each.calls, 4 * each.nbytes) for each in exchanges_of(config, 4)}
     assert {what: (len(nbytes), sum(nbytes)) for what, nbytes in sent.items()} == planned
+
+
+@pytest.mark.parametrize("shared", [0, 16])
+def test_what_ranks_with_other_experts_send_is_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: int):
+    """All rows of a rank are counted, whichever expert they go to."""
+    model = {"num_experts": 4, "top_k": 2, "expert_ffn_dim": 8, "moe_layer_freq": 2, "shared_expert_ffn_dim": shared}
+    config, calls = tiny_config(tmp_path, mesh={"ep": 2}, model=model | {"fuse_wgrad_accumulation": False}), list[int]()
+
+    def counted(output: Tensor, rows: Tensor, *args: Any, **kwargs: Any) -> Any:
+        calls.append(rows.nbytes if rows.is_floating_point() else 0)
+        return exchange(output, rows, *args, **kwargs)
+
+    exchange = dist.all_to_all_single
+    monkeypatch.setattr(dist, "all_to_all_single", counted)
+    simulate(step, 4, config)
+    (planned,) = exchanges_of(config, 4)
+    assert (planned.what, planned.ranks) == ("rows to experts and back", 2)
+    assert (len(calls), sum(calls) // 2) == (4 * planned.calls, 4 * planned.nbytes)

@@ -12,12 +12,14 @@ from tiny_run import tiny_config
 
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from maingrad.ddp.buckets.released import ReleasedBucket
+from maingrad.ddp.collectives.rank_grid import make_grid
 from maingrad.ddp.collectives.reduction import PLACEMENTS, Placements, placements_of
 from maingrad.ddp.plan.layout import BucketLayout, ParamSpec, plan_gradients
 from maingrad.ddp.torch_grads.muon import update_flops
 from maingrad.launch import simulate
 from maingrad.launch.config.run import Config, ConfigError
 from maingrad.launch.model.gpt import GPT, build_model
+from maingrad.launch.parallelizing.experts import same_place
 from maingrad.launch.parallelizing.muon import with_whole_matrices
 from maingrad.launch.plan.plan import plan_run
 from maingrad.launch.plan.rank_bytes import PlacedBucket, rank_bytes
@@ -54,7 +56,10 @@ def allocate(config: Config) -> Allocated:
     module = load_model(config, runtime)
     assert isinstance(module, GPT)
     muon = settings.muon_of(module)
-    model = DistributedDataParallel(module, with_whole_matrices(config.ddp, muon), process_group=runtime.loss_group)
+    options: dict[str, Any] = {"process_group": runtime.loss_group}
+    if runtime.expert_mesh is not None:
+        options["expert_process_group"] = same_place(runtime.expert_mesh, make_grid(None))
+    model = DistributedDataParallel(module, with_whole_matrices(config.ddp, muon), **options)
     dtype = getattr(torch, settings.moment_dtype) if is_compact else None
     optimizer = DistributedOptimizer(
         model,
@@ -157,6 +162,23 @@ def test_plan_of_tensor_parallel_ranks_is_what_training_allocates(
     assert max(rank.moments for rank in held) == plan.rank_bytes.moments
     for bucket, (_, _, nbytes) in zip(plan.buckets, held[0].sent, strict=True):
         over = plan.inner_size * (1 if bucket.layout.grid_name == "slice" else 2)
+        assert bucket.traffic.reduce_inside == (2 if parallel == "ddp" else 1) * nbytes * (over - 1) // over
+
+
+@pytest.mark.parametrize(("parallel", "ep", "ranks"), [("ddp", 2, 2), ("zero1", 2, 4), ("hybrid", 2, 4)])
+def test_plan_of_experts_over_ranks_is_what_training_allocates(tmp_path: Path, parallel: str, ep: int, ranks: int):
+    model = {"num_experts": 4, "top_k": 2, "expert_ffn_dim": 16, "param_dtype": "bfloat16"}
+    config = tiny_config(tmp_path, parallel=parallel, mesh={"ep": ep}, model=model)
+    plan = plan_run(config, ranks)
+    assert plan.parameters == plan_run(tiny_config(tmp_path, model=model), 1).parameters, "those of the whole model"
+    held = simulate(allocate, ranks, config)
+    assert held[0].layouts == [bucket.layout for bucket in plan.buckets]
+    assert {bucket.layout.grid_name for bucket in plan.buckets} == {"expert", "dense"}
+    assert {(rank.parameters, rank.gradients) for rank in held} == {plan.rank_bytes[:2]}
+    assert max(rank.masters for rank in held) == plan.rank_bytes.masters
+    assert max(rank.moments for rank in held) == plan.rank_bytes.moments
+    for bucket, (_, _, nbytes) in zip(plan.buckets, held[0].sent, strict=True):
+        over = plan.inner_size // (ep if bucket.layout.grid_name == "expert" else 1)
         assert bucket.traffic.reduce_inside == (2 if parallel == "ddp" else 1) * nbytes * (over - 1) // over
 
 

@@ -74,12 +74,15 @@ def _forward_and_backward(wrapped: Wrapped, tokens: torch.Tensor) -> None:
     drain_modules(wrapped.model)
 
 
+EXPERTS = {"num_experts": 4, "top_k": 2, "expert_ffn_dim": 16}
 CASES = [
     ("fsdp", {}, {"num_layers": 4}, 3),
     ("fsdp", {"placements": "zero2"}, {"delay_wgrad_layers": 1}, 2),
     ("hsdp", {"placements": "hsdp_zero1"}, {"param_dtype": "float32"}, 4),
     ("fsdp", {"shard_atoms": "row"}, {}, 2),
     ("fsdp", {}, {"tp": 2}, 4),
+    ("fsdp", {}, EXPERTS | {"ep": 2}, 4),
+    ("hsdp", {}, EXPERTS | {"ep": 2}, 4),
     ("fsdp", {"reduce_every_microbatch": False, "bucket_size": 4000}, {"num_layers": 4}, 2),
     pytest.param("fsdp", {"placements": "zero1", "bucket_size": 4000}, {}, 2, marks=pytest.mark.slow),
     pytest.param("hsdp", {"reduce_every_microbatch": False}, {"delay_wgrad_layers": 1}, 4, marks=pytest.mark.slow),
@@ -94,8 +97,8 @@ CASES = [
 def test_plan_is_what_training_holds_and_sends(
     tmp_path: Path, parallel: str, fsdp: dict[str, Any], model: dict[str, Any], ranks: int
 ):
-    mesh = {"tp": model.get("tp", 1)}
-    model = {"param_dtype": "bfloat16"} | {key: value for key, value in model.items() if key != "tp"}
+    mesh = {key: value for key, value in model.items() if key in ("tp", "ep")}
+    model = {"param_dtype": "bfloat16"} | {key: value for key, value in model.items() if key not in mesh}
     config = tiny_config(tmp_path, parallel=parallel, fsdp=fsdp, model=model, mesh=mesh)
     plan = plan_run(config, ranks)
     held = simulate(train_two_steps, ranks, config)

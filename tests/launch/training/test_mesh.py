@@ -133,6 +133,99 @@ def test_a_run_goes_on_with_another_mesh(tmp_path: Path):
     assert numbers == pytest.approx(alone, rel=2e-6)
 
 
+# ---- Experts. ----
+
+EXPERTS = {
+    "num_experts": 4,
+    "top_k": 2,
+    "expert_ffn_dim": 16,
+    "shared_expert_ffn_dim": 16,
+    "aux_loss_coefficient": 0.1,
+    "router_z_loss_coefficient": 0.01,
+}
+ROUTERS = ("load_balancing_loss", "router_z_loss", "max_expert_load")
+
+
+def run_experts(folder: Path, parallel: str, ranks: int, mesh: dict[str, int], **sections: Any) -> list[float]:
+    """Losses, those of the routers too, and norms. One microbatch: balance is over the tokens of one on all ranks."""
+    train = {"num_microbatches": 1} | sections.pop("train", {})
+    model = EXPERTS | sections.pop("model", {})
+    numbers, _ = run(folder, parallel, ranks, mesh=mesh, model=model, train=train, **sections)
+    folder = Path(train.get("out_dir", folder / "run"))
+    steps = [each for each in read_metrics(folder / "metrics.jsonl") if each["kind"] == "step"]
+    return [*numbers, *(step[name] for step in steps for name in ROUTERS)]
+
+
+@pytest.fixture(scope="module", params=["join", "pad"])
+def whole_experts(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[dict[str, Any], list[float]]:
+    """How documents are read, and the numbers of a rank alone."""
+    data = {} if request.param == "join" else {"documents": "pad", "end_of_document": 10, "order": "epochs"}
+    return data, run_experts(tmp_path_factory.mktemp("whole"), "ddp", 1, {}, data=data)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "ranks", "mesh"),
+    [
+        ("ddp", 2, {}),
+        ("ddp", 2, {"ep": 2}),
+        ("zero1", 4, {"ep": 2}),
+        ("zero1", 4, {"ep": 4, "cp": 2}),
+        ("fsdp", 4, {"ep": 2}),
+        ("fsdp", 4, {"ep": 4}),
+        ("hybrid", 4, {"ep": 2}),
+        ("hsdp", 4, {"ep": 2}),
+    ],
+)
+def test_ranks_that_share_out_experts_train_the_same_model(
+    tmp_path: Path,
+    whole_experts: tuple[dict[str, Any], list[float]],
+    parallel: str,
+    ranks: int,
+    mesh: dict[str, int],
+):
+    """Routers' losses are those of all ranks' tokens together, and padding counts in none of them."""
+    data, expected = whole_experts
+    numbers = run_experts(tmp_path, parallel, ranks, mesh, data=data)
+    assert numbers[:14] == pytest.approx(expected[:14], rel=2e-6)
+    # Records have the mean over ranks, of which those with more padding count as much.
+    assert numbers[14:] == pytest.approx(expected[14:], rel=0.05 if data else 2e-6)
+
+
+@pytest.mark.in_turn
+@pytest.mark.parametrize(
+    ("parallel", "changes"),
+    [
+        ("zero1", {"train": {"compile": True, "compile_backend": "eager", "steps": 4}}),
+        ("zero1", {"train": {"recompute": "blocks", "steps": 4}, "model": {"delay_wgrad_layers": 2}}),
+        ("fsdp", {"train": {"recompute": "blocks", "steps": 4}, "model": {"delay_wgrad_layers": 2}}),
+    ],
+)
+def test_shared_experts_with_other_settings(tmp_path: Path, parallel: str, changes: dict[str, Any]):
+    (tmp_path / "whole").mkdir()
+    expected = run_experts(tmp_path / "whole", "ddp", 1, {}, train={"steps": 4})
+    assert run_experts(tmp_path, parallel, 4, {"ep": 2}, **changes) == pytest.approx(expected, rel=2e-6)
+
+
+@pytest.mark.in_turn
+def test_experts_move_where_a_run_goes_on(tmp_path: Path):
+    """ep 2 -> ep 4 -> a rank with all experts, and fully sharded."""
+    expected = run_experts(tmp_path, "zero1", 4, {"ep": 2}, train={"save_every": 2})
+    forms: list[tuple[str, str, int, dict[str, int]]] = [
+        ("run", "zero1", 4, {"ep": 4}),
+        ("4", "ddp", 1, {}),
+        ("4", "fsdp", 4, {"ep": 2}),
+    ]
+    for index, (source, parallel, ranks, mesh) in enumerate(forms):
+        name, at = ("4", 2) if index == 0 else (f"from 4, {parallel}", 4)
+        folder = tmp_path / source / f"checkpoints/step-{at:08d}"
+        rest = {"resume": str(folder), "out_dir": str(tmp_path / name), "save_every": 2}
+        numbers = run_experts(tmp_path, parallel, ranks, mesh, train=rest)
+        losses, norms, routers = expected[at:6], expected[8 + at : 14], expected[14 + at * len(ROUTERS) :]
+        assert numbers == pytest.approx([*losses, *expected[6 + at // 4 : 8], *norms, *routers], rel=2e-6), name
+
+
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_ranks_with_the_same_tokens_draw_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sequence_parallel: bool

@@ -1,0 +1,229 @@
+"""Experts over ranks: each data-parallel rank keeps its part of every layer's experts, to which the others send tokens.
+
+=============================  =====================================================================================
+experts                        what ``share_experts`` does
+=============================  =====================================================================================
+of Hugging Face                leaves each rank its slice of the packed weights; the fused module dispatches
+the same, cut by ``ep_plan``   makes the DTensors local; our dispatch takes the place of what transformers installed
+other modules with DTensors    (torchtitan's form) marks the parameters as experts; the module dispatches as before
+=============================  =====================================================================================
+
+Of n data-parallel ranks, ep hold all experts together, and n / ep hold the same ones.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ...ddp.collectives.rank_grid import WORLD_OF_ONE, RankGrid, Ranks, make_grid
+from ...ddp.contract.module import DelayedWgradModule
+from ...ddp.plan.cut import Box
+from ...ddp.plan.model_slice import ModelSlice, set_model_slice
+from ...ddp.plan.tensor_parallel.localize import can_localize, is_one_slice
+from ...ddp.torch_internals.distributed import new_group_of_members
+from ...te_integration.experts.dispatch.dispatcher import TokenDispatcher
+from ...te_integration.experts.hugging_face_experts import (
+    FusedExperts,
+    is_experts_class,
+    weight_names_of,
+    why_not_experts,
+)
+
+__all__ = ["ExpertRanks", "SharedExperts", "keep_own", "mesh_of", "numbers_of_experts", "same_place", "share_experts"]
+
+ExpertRanks: TypeAlias = int | dist.ProcessGroup | DeviceMesh
+"""The ranks that hold all experts together; a number: so many neighbours among the data-parallel ranks."""
+
+
+class SharedExperts(NamedTuple):
+    """What ``share_experts`` has done."""
+
+    modules: tuple[nn.Module, ...]
+    """Those whose own parameters are this rank's experts."""
+    same: Ranks
+    """The ranks that hold the same experts."""
+
+
+def share_experts(
+    model: nn.Module, ranks: Ranks, ep: ExpertRanks | None, dispatch: Mapping[str, Any]
+) -> SharedExperts | None:
+    """Leave each rank its part of the experts in ``model``. Collective. None: nothing to be done.
+
+    ranks      the data-parallel ranks
+    ep         None: only experts that are cut over data-parallel ranks already
+    dispatch   options of ``TokenDispatcher``
+
+    Raises ``ValueError``, with the model unchanged, for experts that cannot be shared.
+    """
+    grid = make_grid(ranks)
+    cut = _cut_already(model, grid)
+    if ep is None:
+        if not cut:
+            return None
+        mesh = next(iter(cut.values()))
+    else:
+        _check(model, cut)
+        mesh = mesh_of(ep, grid)
+    same = same_place(mesh, grid)
+    experts: Mapping[Any, Any] = cut or dict.fromkeys(filter(_is_of_hugging_face, model.modules()), mesh)
+    size = mesh.size()
+    for module in experts:
+        if _is_of_hugging_face(module) and not cut and module.num_experts % size:
+            raise ValueError(f"ep: {size} ranks do not divide {module.num_experts} experts ({type(module).__name__})")
+    dispatchers: dict[int, TokenDispatcher] = {}  # one for all layers: a transport may own memory
+    for module in experts:
+        if _is_of_hugging_face(module):
+            count = module._parameters[weight_names_of(module)[0]].shape[0]
+            if count not in dispatchers:
+                dispatchers[count] = TokenDispatcher(count, mesh, **dispatch)
+            _dispatch(module, mesh, dispatchers[count])
+        else:
+            for param in module.parameters(recurse=False):
+                param.allreduce = False
+    return SharedExperts(tuple(experts), same)
+
+
+def keep_own(owner: nn.Module, names: Iterable[str], rank: int, size: int, mesh: DeviceMesh | None) -> None:
+    """Leave a module the ``rank``-th of ``size`` equal parts of parameters [experts, ...], marked as experts.
+
+    Its state dicts have DTensors over ``mesh``; None only for a plan. Parameters that are DTensors already become local
+    """
+    for name in names:
+        whole: Any = owner._parameters[name]
+        count = whole.shape[0] // size
+        local = whole.to_local() if is_one_slice(whole) else whole.narrow(0, rank * count, count).clone()
+        own = nn.Parameter(local.detach(), requires_grad=whole.requires_grad)
+        own.allreduce = False  # type: ignore[attr-defined]
+        owner._parameters[name] = own
+        if mesh is None:
+            box = Box((rank * count, *[0] * (whole.dim() - 1)), tuple(own.shape))
+            set_model_slice(own, ModelSlice(tuple(whole.shape), (box,), 0, None, "expert"))
+        else:
+            _know_layout(owner, name, own, mesh, whole)
+    if isinstance(owner, DelayedWgradModule):
+        owner.mark_delayed_weights()
+
+
+def _know_layout(owner: nn.Module, name: str, own: nn.Parameter, mesh: DeviceMesh, whole: Tensor) -> None:
+    from torch.distributed.tensor import Shard  # takes seconds
+
+    from ...ddp.plan.tensor_parallel.layouts import LAYOUTS, Layout
+    from ...ddp.plan.tensor_parallel.optimizers import set_slice_of
+    from ...ddp.plan.tensor_parallel.state_dict import install_state_dict_hooks
+
+    layout = Layout(mesh, Shard(0), whole.shape, whole.stride())
+    owner.__dict__.setdefault(LAYOUTS, {})[name] = layout
+    set_slice_of(own, layout)
+    install_state_dict_hooks(owner)
+
+
+def _dispatch(experts: Any, mesh: DeviceMesh, dispatcher: TokenDispatcher) -> None:
+    """Have a module of Hugging Face's experts keep this rank's, and send tokens to the others'."""
+    names = weight_names_of(experts)
+    biases = [f"{name}_bias" for name in names] if experts.has_bias else []
+    keep_own(experts, (*names, *biases), mesh.get_local_rank(), mesh.size(), mesh)
+    experts.__dict__.pop("_is_expert_parallel", None)
+    experts.__dict__.pop("forward", None)  # that of transformers' style: see ``_check`` for others
+    experts.num_experts = dispatcher.num_experts // mesh.size()
+    experts.dispatcher = dispatcher
+
+
+# ---- What there is. ----
+
+
+def numbers_of_experts(model: nn.Module) -> list[int]:
+    """Of each module that ``ep`` can share out; empty where ``ep`` would be refused."""
+    found = {name: module for name, module in model.named_modules() if _is_of_hugging_face(module)}
+    reasons = (_why_not(module) for module in found.values())
+    return [] if any(reasons) else [int(module.num_experts) for module in found.values()]
+
+
+def _is_of_hugging_face(module: Any) -> bool:
+    return isinstance(module, FusedExperts) or is_experts_class(type(module))
+
+
+def _cut_already(model: nn.Module, grid: RankGrid) -> dict[nn.Module, DeviceMesh]:
+    """The modules with DTensors that are cut along their first dim over data-parallel ranks, with their mesh."""
+    found: dict[nn.Module, DeviceMesh] = {}
+    if not can_localize(model):
+        return found
+    here = {rank for group in grid.axes for rank in dist.get_process_group_ranks(group)}
+    for module in model.modules():
+        for param in module.parameters(recurse=False):
+            held: Any = param
+            if not is_one_slice(param) or not held.placements[0].is_shard(0):
+                continue
+            if held.device_mesh.size() > 1 and here.issuperset(held.device_mesh.mesh.tolist()):
+                found[module] = held.device_mesh
+    if len({tuple(mesh.mesh.tolist()) for mesh in found.values()}) > 1:
+        raise ValueError("experts are cut over several groups of data-parallel ranks: cut them all over one mesh")
+    return found
+
+
+def _check(model: nn.Module, cut: Mapping[nn.Module, DeviceMesh]) -> None:
+    if cut:
+        raise ValueError("ep has no effect: the model's experts are cut over data-parallel ranks already; leave it out")
+    reasons = {name: _why_not(module) for name, module in model.named_modules() if _is_of_hugging_face(module)}
+    if not reasons:
+        raise ValueError(
+            f"ep has no effect: {type(model).__name__} has no experts of Hugging Face; a model of your own sends "
+            f"tokens by te_integration.TokenDispatcher"
+        )
+    for name, reason in reasons.items():
+        if reason is not None:
+            raise ValueError(f"ep: the experts '{name}' cannot dispatch: {reason}")
+
+
+def _why_not(experts: nn.Module) -> str | None:
+    if "forward" in vars(experts):
+        return "its forward was replaced on this instance"
+    return None if isinstance(experts, FusedExperts) else why_not_experts(experts)
+
+
+# ---- Their ranks. ----
+
+
+def mesh_of(ep: ExpertRanks, grid: RankGrid) -> DeviceMesh:
+    """The ranks of ``ep`` that this one belongs to, as a mesh of one dim."""
+    if isinstance(ep, DeviceMesh):
+        if ep.ndim != 1:
+            raise ValueError(f"ep: a mesh of the ranks that hold all experts has one dim, this one has {ep.ndim}")
+        return ep
+    if isinstance(ep, int):
+        if ep < 1 or grid.inner_size % ep:
+            raise ValueError(f"ep = {ep} does not divide the {grid.inner_size} data-parallel rank(s) of an instance")
+        first = grid.inner_rank // ep * ep
+        ep = _group_like(grid.ranks[first : first + ep], grid.inner)
+    device = "cuda" if "nccl" in str(dist.get_backend(ep)) else "cpu"
+    return DeviceMesh.from_group(ep, device)
+
+
+def same_place(mesh: DeviceMesh, grid: RankGrid) -> Ranks:
+    """The data-parallel ranks that hold the same experts as this one: those with its place in their ``mesh``."""
+    assert grid.inner is not None, "ep divides several ranks"
+    outside = {*mesh.mesh.tolist()} - {*grid.ranks}
+    if outside:
+        raise ValueError(f"ep has ranks {sorted(outside)}, which are not among the data-parallel ranks {grid.ranks}")
+    places: list[Any] = [None] * grid.inner_size
+    dist.all_gather_object(places, mesh.get_local_rank(), group=grid.inner)
+    alike = [rank for rank, place in zip(grid.ranks, places, strict=True) if place == mesh.get_local_rank()]
+    if grid.outer is None and len(alike) == 1:
+        return WORLD_OF_ONE
+    inner = _group_like(alike, grid.inner)
+    if grid.outer is None:
+        return inner
+    columns: list[Any] = [None] * grid.outer_size
+    dist.all_gather_object(columns, alike, group=grid.outer)
+    names = ("outer", "inner")
+    return DeviceMesh.from_group(
+        [grid.outer, inner], mesh.device_type, mesh=torch.tensor(columns), mesh_dim_names=names
+    )
+
+
+def _group_like(ranks: list[int], like: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """A group of some of the ranks of ``like``, by its backend. Its members alone call this."""
+    return new_group_of_members(ranks, backend=dist.get_backend_config(like))

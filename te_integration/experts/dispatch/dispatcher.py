@@ -1,0 +1,240 @@
+"""``TokenDispatcher``: tokens travel to the ranks that hold their experts, and the outputs of the experts back.
+
+::
+
+    forward   x, probs -> rows by expert -> send ------> the rank's experts -> send_back -> y: sum over a token's rows
+    backward  d x      <- d rows         <- send_back <- d of their input   <- send      <- d y
+
+Autograd is in this file: transports move plain tensors, and each of their directions is the other's gradient.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from ....ddp.collectives.rank_grid import Ranks, check_member, group_or_default, group_size
+from ....ddp.contract.delay_blocks import queue_of_block
+from ....kernels.quantized import QuantSpec
+from ...dense.compiled_wgrad import run_outside_graph
+from ...recipes import recipe_now
+from ...wgrad_queue import Filling, WgradQueue, fill_wait, filling
+from ..moe_permutation import RowIdMap, moe_permute, moe_permute_with_probs, moe_unpermute
+from .all_to_all import AllToAll
+from .capacity import Capacity
+from .quantized_rows import RowSpecs, send_rows
+from .symmetric import SymmetricExchange
+from .transport import Meanwhile, TokenTransport
+
+__all__ = ["Dispatched", "TokenDispatcher"]
+
+
+def _symmetric(num_experts: int, group: dist.ProcessGroup | None) -> TokenTransport:
+    return AllToAll(num_experts, group) if group is None else SymmetricExchange(num_experts, group)
+
+
+_TRANSPORTS: dict[str, Callable[[int, dist.ProcessGroup | None], TokenTransport]] = {
+    "all_to_all": AllToAll,
+    "symmetric": _symmetric,
+}
+
+
+class _Way(NamedTuple):
+    """How rows have travelled, to travel so again in backward."""
+
+    counts: Tensor
+    sent: Any
+    """The transport's own."""
+    waiting: Filling
+    of_grad: QuantSpec | None
+    """How gradients of rows are quantised on their way to experts."""
+
+    @property
+    def in_backward(self) -> Meanwhile:
+        """What backward does while rows travel."""
+        return None if self.waiting is None else partial(fill_wait, self.waiting)
+
+
+class Dispatched(NamedTuple):
+    """What ``dispatch`` tells ``combine``."""
+
+    sorting: RowIdMap
+    """This rank's tokens in the order of all E experts."""
+    way: _Way
+    meanwhile: Any
+    """What ``meanwhile`` has returned."""
+
+
+class TokenDispatcher:
+    """Sends tokens to their experts, which are spread over the ranks of ``group``, and sums what comes back::
+
+        rows, m_splits, row_probs, dispatched = dispatcher.dispatch(x, expert_ids, probs)
+        y = dispatcher.combine(experts(rows, m_splits, row_probs), dispatched)
+
+    Rank r of ep holds the experts ``r E / ep`` to ``(r + 1) E / ep - 1``: ``experts`` is a ``GroupedMLP`` of E / ep.
+    Mark its parameters ``allreduce = False``, and name the ranks that hold the same experts to the wrapper.
+
+    num_experts  E, those of all ranks
+    group        the ranks that hold one of each expert together, a process group or a mesh of one dim; None: all
+    transport    "all_to_all": any ranks, and the host waits for the split sizes once in each ``dispatch``;
+                 "capacity": any ranks, equal parts, no wait, and rows beyond ``capacity`` are dropped;
+                 "symmetric": GPUs of one NVLink domain, no wait, and ranks have equally many tokens in each call, or
+                 give a ``SymmetricExchange`` with the most;
+                 or a ``TokenTransport``
+    capacity     most rows that a rank sends to one expert, the same on all ranks. ``transport.num_dropped`` counts on
+                 the device those beyond
+    quantize_rows  under a recipe with scales for parts of a row (``Float8BlockScaling``, ``MXFP8BlockScaling``) rows,
+                 and in backward their gradients, travel to the experts in 8 bits
+
+    All ranks call it in one order, a rank without tokens too. One dispatcher may serve all layers. Backward computes
+    what a ``WgradQueue(fill_waits=True)`` holds while rows travel. Compiled code breaks its graph at both methods.
+    Raises ``ValueError`` for a transport that is not known, and experts that do not divide over the ranks.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        group: Ranks = None,
+        transport: str | TokenTransport = "all_to_all",
+        *,
+        capacity: int | None = None,
+        quantize_rows: bool = False,
+    ) -> None:
+        check_member(group, "group")
+        self.num_experts, self.quantize_rows = num_experts, quantize_rows
+        self.group = group.get_group() if isinstance(group, DeviceMesh) else group_or_default(group, "group")
+        ranks = group_size(self.group)
+        if num_experts < 1 or num_experts % ranks:
+            raise ValueError(f"TokenDispatcher: {num_experts} experts do not divide over {ranks} ranks")
+        if (capacity is not None) != (transport == "capacity"):
+            raise ValueError("TokenDispatcher: transport='capacity' needs capacity=, and no other transport takes it")
+        self.transport: Any  # a TokenTransport
+        if not isinstance(transport, str):
+            self.transport = transport
+        elif capacity is not None:
+            self.transport = Capacity(num_experts, self.group, capacity)
+        elif transport in _TRANSPORTS:
+            self.transport = _TRANSPORTS[transport](num_experts, self.group)
+        else:
+            raise ValueError(f"TokenDispatcher: transport={transport!r} is none of capacity, {', '.join(_TRANSPORTS)}")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "TokenDispatcher":
+        return self  # ranks cannot be copied, and nothing here belongs to one model
+
+    def dispatch(
+        self,
+        x: Tensor,
+        expert_ids: Tensor,
+        probs: Tensor | None = None,
+        *,
+        queue: WgradQueue | None = None,
+        meanwhile: Callable[[], Any] | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor | None, Dispatched]:
+        """Returns rows [S, D], their numbers by local expert [E / ep] on the device, probabilities [S], and a handle.
+
+        x           [T, D]  tokens of this rank
+        expert_ids  [T, k]  see ``row_id_map``: an id of E drops the copy
+        probs       [T, k]  travel with the rows; None: give them to ``combine``, or none count
+        queue               with ``fill_waits``: backward drains it while rows travel; None: that of ``delayed_wgrad``
+        meanwhile           runs while rows travel, as a shared expert: its result is the handle's ``meanwhile``
+
+        Rows are sorted by expert, then by sender. Rows behind the last expert's may hold anything.
+        """
+        if torch.compiler.is_compiling():
+            broken: Any = run_outside_graph(TokenDispatcher._dispatch, self, x, expert_ids, probs, queue, meanwhile)
+            return broken  # type: ignore[no-any-return]
+        return self._dispatch(x, expert_ids, probs, queue, meanwhile)
+
+    def _dispatch(
+        self,
+        x: Tensor,
+        expert_ids: Tensor,
+        probs: Tensor | None,
+        queue: WgradQueue | None,
+        meanwhile: Callable[[], Any] | None,
+    ) -> tuple[Tensor, Tensor, Tensor | None, Dispatched]:
+        waiting = filling(queue_of_block() if queue is None else queue)
+        if probs is None:
+            rows, sorting = moe_permute(x, expert_ids, self.num_experts)
+            travelling = [rows]
+        else:
+            rows, row_probs, sorting = moe_permute_with_probs(x, probs, expert_ids, self.num_experts)
+            travelling = [rows, row_probs]
+        result: list[Any] = []
+        specs = RowSpecs.of(recipe_now() if self.quantize_rows else None)
+        received, splits, sent = send_rows(
+            self.transport,
+            specs.of_input,
+            [tensor.detach() for tensor in travelling],
+            sorting.splits,
+            None,
+            None if meanwhile is None else lambda: result.append(meanwhile()),
+        )
+        way = _Way(sorting.splits, sent, waiting, specs.of_grad)
+        rows, *rest = _Travelled.apply(partial(self._back, way), received, *travelling)
+        dispatched = Dispatched(sorting, way, result[0] if result else None)
+        return rows, splits, rest[0] if rest else None, dispatched
+
+    def combine(
+        self,
+        rows: Tensor,
+        dispatched: Dispatched,
+        probs: Tensor | None = None,
+        *,
+        meanwhile: Callable[[], object] | None = None,
+    ) -> Tensor:
+        """y [T, D]: the sum over each token's k copies, in fp32, rounded once.
+
+        rows       [S, D]  outputs of the experts, for ``dispatch``'s rows
+        probs      [T, k]  multiply the copies here; None: the experts did, or none count
+        meanwhile          runs while rows travel, as the experts of another microbatch
+        """
+        if torch.compiler.is_compiling():
+            broken: Tensor = run_outside_graph(TokenDispatcher._combine, self, rows, dispatched, probs, meanwhile)
+            return broken
+        return self._combine(rows, dispatched, probs, meanwhile)
+
+    def _combine(
+        self, rows: Tensor, dispatched: Dispatched, probs: Tensor | None, meanwhile: Callable[[], object] | None
+    ) -> Tensor:
+        sorting, way, _ = dispatched
+        arrived = self.transport.send_back([rows.detach()], way.sent, meanwhile)
+        (copies,) = _Travelled.apply(partial(self._again, way), arrived, rows)
+        if probs is not None:
+            copies = copies * probs.reshape(-1).index_select(0, sorting.copies)[:, None].to(copies.dtype)
+        return moe_unpermute(copies, sorting)
+
+    # The gradient of each direction is the other one.
+
+    def _back(self, way: _Way, grads: list[Tensor]) -> list[Tensor]:
+        back: list[Tensor] = self.transport.send_back(grads, way.sent, way.in_backward)
+        return back
+
+    def _again(self, way: _Way, grads: list[Tensor]) -> list[Tensor]:
+        return send_rows(self.transport, way.of_grad, grads, way.counts, way.sent, way.in_backward)[0]
+
+
+class _Travelled(torch.autograd.Function):
+    """Tensors -> ``arrived``, what a transport has made of them.
+
+    Rows have travelled before, outside of the function, so that autograd sees what ran meanwhile.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, back: Callable[[list[Tensor]], list[Tensor]], arrived: list[Tensor], *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.back = back
+        return tuple(arrived)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError("TokenDispatcher: second derivatives (create_graph=True) through it are not defined")
+        _, _, *needed = ctx.needs_input_grad  # alike on all ranks, unlike what has reached this one
+        gone = iter(ctx.back([grad for grad, needs in zip(grads, needed, strict=True) if needs]))
+        return None, None, *(next(gone) if needs else None for needs in needed)

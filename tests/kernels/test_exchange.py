@@ -1,0 +1,167 @@
+"""Rows exchanged through a table of addresses: several ranks' buffers in one process, and the phases rank by rank."""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+exchange_triton = pytest.importorskip(
+    "maingrad.kernels.permutation.exchange_triton", reason="the kernels are Triton's alone"
+)
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HALF_NBYTES = 1 << 16
+
+
+def exchanges(num_ranks: int, number: int = 0) -> list[Any]:
+    """What each rank sees, before exchange ``number``. The halves hold what would be noticed."""
+    flags = exchange_triton.flags_nbytes(num_ranks)
+    buffers = [torch.full((flags + 2 * HALF_NBYTES,), 0xFF, dtype=torch.uint8, device=DEVICE) for _ in range(num_ranks)]
+    for buffer in buffers:
+        buffer[:flags].view(torch.int32).fill_(number)
+    table = torch.tensor([buffer.data_ptr() for buffer in buffers], device=DEVICE)
+    return [
+        exchange_triton.Exchange(
+            table, buffer, torch.full((1,), number, dtype=torch.int32, device=DEVICE),
+            torch.zeros(1, dtype=torch.int64, device=DEVICE), rank, num_ranks, HALF_NBYTES,
+        )
+        for rank, buffer in enumerate(buffers)
+    ]  # fmt: skip
+
+
+class Received(NamedTuple):
+    plan: Tensor
+    splits: Tensor
+    tensors: list[Tensor]
+
+
+def meet(ranks: list[Any], counts: list[Tensor] | None, received: list[Received], most_rows: int) -> None:
+    for phase in ("arrive", "wait"):
+        for rank, (exchange, mine) in enumerate(zip(ranks, received, strict=True)):
+            told = None if counts is None else counts[rank].to(DEVICE)
+            phases = {"arrive": phase == "arrive", "wait": phase == "wait"}
+            exchange_triton.meet(exchange, told, mine.plan, mine.splits, most_rows, 60.0, **phases)
+
+
+def places(exchange: Any, num_experts: int, tensors: list[Tensor], most_sent: int) -> list[Any]:
+    found, offset = [], 8 * num_experts
+    for tensor in tensors:
+        offset = (offset + 15) // 16 * 16
+        found.append(exchange_triton.Place(exchange, offset))
+        offset += most_sent * tensor[:1].nbytes
+    assert offset <= HALF_NBYTES
+    return found
+
+
+def send(
+    ranks: list[Any], counts: list[Tensor], sources: list[list[Tensor]], most_rows: int, index: list[Any] | None = None
+) -> list[Received]:
+    num_experts, most_sent = len(counts[0]), max(len(rows) for tensors in sources for rows in tensors)
+    received = []
+    for rank, tensors in enumerate(sources):
+        plan = torch.full((2 * num_experts + 1,), -1, dtype=torch.int32, device=DEVICE)
+        for place, source in zip(places(ranks[rank], num_experts, tensors, most_sent), tensors, strict=True):
+            at = None if index is None else index[rank]
+            exchange_triton.copy_half(source.to(DEVICE), place, plan, at, write=True)
+        splits = torch.full((num_experts // len(ranks),), -1, device=DEVICE)
+        rows = [torch.full((most_rows, *each.shape[1:]), 77, dtype=each.dtype, device=DEVICE) for each in tensors]
+        received.append(Received(plan, splits, rows))
+    meet(ranks, counts, received, most_rows)
+    for exchange, mine in zip(ranks, received, strict=True):
+        for place, rows in zip(places(exchange, num_experts, mine.tensors, most_sent), mine.tensors, strict=True):
+            exchange_triton.move_rows(rows, place, mine.plan, push=False)
+    return received
+
+
+def send_back(ranks: list[Any], received: list[Received], like: list[list[Tensor]]) -> list[list[Tensor]]:
+    num_experts, most_sent = len(received[0].plan) // 2, max(len(rows) for tensors in like for rows in tensors)
+    for exchange, mine in zip(ranks, received, strict=True):
+        for place, rows in zip(places(exchange, num_experts, mine.tensors, most_sent), mine.tensors, strict=True):
+            exchange_triton.move_rows(rows, place, mine.plan, push=True)
+    meet(ranks, None, received, 0)
+    back = []
+    for exchange, mine, tensors in zip(ranks, received, like, strict=True):
+        out = [torch.full_like(each, 55, device=DEVICE) for each in tensors]
+        for place, rows in zip(places(exchange, num_experts, out, most_sent), out, strict=True):
+            exchange_triton.copy_half(rows, place, mine.plan, write=False)
+        back.append(out)
+    return back
+
+
+def expected(counts: list[Tensor], rows: list[Tensor], rank: int) -> tuple[Tensor, Tensor]:
+    """Rows that a rank receives, by expert and then sender, and how many of each expert."""
+    own = len(counts[0]) // len(counts)
+    pieces = [each[: int(of.sum())].split(of.tolist()) for each, of in zip(rows, counts, strict=True)]
+    experts = range(rank * own, (rank + 1) * own)
+    return torch.cat([by[e] for e in experts for by in pieces]), sum(of[experts.start : experts.stop] for of in counts)
+
+
+def made_of(kind: torch.dtype, rows: int, *shape: int) -> Tensor:
+    return (torch.randn if kind.is_floating_point else partial(torch.randint, -9, 9))((rows, *shape)).to(kind)
+
+
+@given(st.data())
+def test_rows_go_to_their_experts_and_come_back(data: st.DataObject) -> None:
+    num_ranks, own = data.draw(st.sampled_from([(1, 3), (2, 2), (3, 1), (4, 3)]))
+    # Numbers of exchanges wrap, and a graph may be replayed an odd number of times.
+    ranks = exchanges(num_ranks, data.draw(st.sampled_from([0, 1, 2**31 - 1])))
+    for _ in range(2):
+        lists = st.lists(st.sampled_from([0, 0, 1, 2, 9]), min_size=own * num_ranks, max_size=own * num_ranks)
+        counts = [torch.tensor(data.draw(lists)) for _ in range(num_ranks)]
+        dtype = data.draw(st.sampled_from([torch.bfloat16, torch.float32, torch.float64, torch.uint8]))
+        width, nowhere = data.draw(st.sampled_from([1, 5, 24, 40])), data.draw(st.integers(0, 2))
+        lengths = [int(each.sum()) + nowhere for each in counts]
+        sources = [[made_of(dtype, n, width), made_of(torch.float32, n)] for n in lengths]
+        received = send(ranks, counts, sources, sum(lengths) + 1)
+        for rank, mine in enumerate(received):
+            for index, rows in enumerate(mine.tensors):
+                right, splits = expected(counts, [each[index] for each in sources], rank)
+                assert torch.equal(mine.splits.cpu(), splits)
+                assert torch.equal(rows[: len(right)].cpu(), right)
+                assert not rows[len(right) :].any()
+        for mine in received:
+            for rows in mine.tensors:
+                rows[int(mine.splits.sum()) :] = 99  # rows that nobody sent
+        for tensors, back, of in zip(sources, send_back(ranks, received, sources), counts, strict=True):
+            for source, returned in zip(tensors, back, strict=True):
+                source[int(of.sum()) :] = 0
+                assert torch.equal(returned.cpu(), source)
+
+
+def test_rows_behind_the_bound_are_dropped_and_come_back_as_zeros() -> None:
+    ranks = exchanges(2)
+    counts = [torch.tensor([3, 2, 0, 1]), torch.tensor([2, 4, 0, 0])]
+    sources = [[torch.arange(1.0, 7)[:, None].repeat(1, 8)], [torch.arange(11.0, 17)[:, None].repeat(1, 8)]]
+    received = send(ranks, counts, sources, 6)
+    assert received[0].splits.tolist() == [5, 1]
+    assert received[0].tensors[0][:, 0].tolist() == [1, 2, 3, 11, 12, 4]
+    assert [int(each.num_dropped) for each in ranks] == [5, 0]
+    first, second = send_back(ranks, received, sources)
+    assert first[0][:, 0].tolist() == [1, 2, 3, 4, 0, 6]
+    assert second[0][:, 0].tolist() == [11, 12, 0, 0, 0, 0]
+
+
+def test_tokens_are_copied_by_their_index_and_summed_by_it() -> None:
+    """Two experts for each of three tokens, permuted on the way: no tensor of sorted rows on the sender."""
+    ranks = exchanges(2)
+    x = [torch.randn(3, 16).bfloat16() for _ in ranks]
+    copies = [torch.randperm(6) for _ in ranks]
+    counts = [torch.tensor([4, 2]), torch.tensor([0, 6])]
+    index = [each.to(DEVICE) // 2 for each in copies]
+    received = send(ranks, counts, [[each] for each in x], 12, index)
+    rows = [each[order // 2] for each, order in zip(x, copies, strict=True)]
+    for rank, mine in enumerate(received):
+        right, _ = expected(counts, rows, rank)
+        assert torch.equal(mine.tensors[0][: len(right)].cpu(), right)
+    for exchange, mine in zip(ranks, received, strict=True):
+        exchange_triton.move_rows(mine.tensors[0], places(exchange, 2, mine.tensors, 3)[0], mine.plan, push=True)
+    meet(ranks, None, received, 0)
+    for exchange, mine, order, source in zip(ranks, received, copies, x, strict=True):
+        out = torch.full((3, 16), torch.nan, dtype=torch.bfloat16, device=DEVICE)
+        index_of = torch.empty_like(order).scatter_(0, order, torch.arange(6)).view(3, 2).to(DEVICE)
+        exchange_triton.copy_half(out, places(exchange, 2, mine.tensors, 3)[0], mine.plan, index_of, write=False)
+        assert torch.equal(out.cpu(), source + source)

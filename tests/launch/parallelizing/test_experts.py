@@ -1,0 +1,297 @@
+"""``parallelize(..., ep=)``: ranks with a part of the experts train the model that ranks with all experts train."""
+
+import copy
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from expert_models import published, tiny
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from maingrad.ddp import WORLD_OF_ONE, load_checkpoint, save_checkpoint
+from maingrad.launch import make_optimizer, parallelize, simulate
+
+RANKS, STEPS = 4, 3
+
+
+class Trained(NamedTuple):
+    """What a rank has after a run."""
+
+    losses: list[float]
+    norms: list[float]
+    weights: dict[str, Tensor]
+    """Whole ones."""
+    fused_writes: int
+
+
+def tokens_of(index: int) -> Tensor:
+    return torch.randint(96, (2, 9), generator=torch.Generator().manual_seed(index))
+
+
+def mesh_of(parallel: str) -> DeviceMesh | None:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner")) if parallel == "hsdp" else None
+
+
+def train(model: Any, *, padded: bool = False, steps: int = STEPS, first: int = 0) -> Trained:
+    """Clipped steps of two microbatches."""
+    optimizer = make_optimizer(model, torch.optim.AdamW, lr=1e-2, eps=1e-3, max_grad_norm=0.5)
+    losses, norms = [], []
+    for step in range(first, first + steps):
+        for microbatch in range(2):
+            tokens = tokens_of(100 * step + 10 * microbatch + dist.get_rank())
+            arguments = {"input_ids": tokens, "labels": tokens, "output_router_logits": True}
+            if padded:  # another number on each rank
+                mask = (torch.arange(9) < 9 - dist.get_rank()).long().expand(2, 9)
+                arguments |= {"attention_mask": mask, "labels": tokens.masked_fill(mask == 0, -100)}
+            with nullcontext() if microbatch else model.no_sync():
+                loss = model(**arguments).loss / 2
+                loss.backward()
+            losses.append(loss.item())
+        optimizer.step()
+        norms.append(float(optimizer.grad_norm))
+        optimizer.zero_grad()
+    return Trained(losses, norms, whole_weights(model), fused_writes(model))
+
+
+def whole_weights(model: nn.Module) -> dict[str, Tensor]:
+    found = model.state_dict().items()
+    wholes = ((name, each.full_tensor() if isinstance(each, DTensor) else each.clone()) for name, each in found)
+    return {name.removeprefix("module."): each.detach() for name, each in wholes}
+
+
+def fused_writes(model: Any) -> int:
+    buckets = model.buckets if hasattr(model, "buckets") else [each for unit in model.units for each in unit.buckets]
+    return sum(record.num_fused_writes for bucket in buckets for record in bucket.records if "experts" in record.name)
+
+
+def run(name: str, parallel: str, ep: int | None, *, padded: bool = False) -> Trained:
+    return train(parallelize(tiny(name), parallel, ep=ep, mesh=mesh_of(parallel)), padded=padded)
+
+
+@cache
+def without_ep(name: str, parallel: str = "ddp", *, padded: bool = False) -> list[Trained]:
+    return simulate(lambda: run(name, parallel, None, padded=padded), RANKS)
+
+
+def assert_same(found: list[Trained], expected: list[Trained], *, unfused: bool = False) -> None:
+    for got, want in zip(found, expected, strict=True):
+        assert got.losses == pytest.approx(want.losses, rel=1e-5)
+        assert got.norms == pytest.approx(want.norms, rel=1e-5)
+        assert got.norms == found[0].norms
+        assert got.weights.keys() == want.weights.keys()
+        for name, weight in want.weights.items():
+            assert (got.weights[name] - weight).norm() <= 2e-5 * weight.norm() + 1e-7, name
+        assert unfused or got.fused_writes == want.fused_writes > 0
+
+
+@pytest.mark.parametrize("ep", [2, 4])
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "olmoe"])
+@pytest.mark.in_turn
+def test_families_train_alike(name: str, ep: int) -> None:
+    assert_same(simulate(lambda: run(name, "zero1", ep), RANKS), without_ep(name))
+
+
+@pytest.mark.parametrize(("parallel", "ep"), [("ddp", 2), ("zero3", 2), ("zero3", 4), ("zero2", 2), ("hsdp", 2)])
+@pytest.mark.in_turn
+def test_wrappers_train_alike(parallel: str, ep: int) -> None:
+    assert_same(simulate(lambda: run("qwen3_moe", parallel, ep), RANKS), without_ep("qwen3_moe"))
+
+
+@pytest.mark.in_turn
+def test_padding_counts_nowhere() -> None:
+    """Ranks have other numbers of tokens that count, in the loss and in the routers' loss."""
+    found = simulate(lambda: run("mixtral", "zero1", 2, padded=True), RANKS)
+    assert_same(found, without_ep("mixtral", padded=True))
+
+
+# ---- Experts that something else has cut. ----
+
+
+def run_ep_plan(parallel: str) -> Trained:
+    from transformers.distributed.expert_parallel import apply_expert_parallelism
+
+    mesh, model = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("same", "ep", "tp")), tiny("qwen3_moe")
+    apply_expert_parallelism(model, mesh["ep"], mesh["tp"], model._expand_parallel_plan(model.ep_plan))
+    return train(parallelize(model, parallel))
+
+
+@pytest.mark.parametrize("parallel", ["zero1", "zero3"])
+@pytest.mark.in_turn
+def test_the_ep_plan_of_transformers(parallel: str) -> None:
+    assert_same(simulate(lambda: run_ep_plan(parallel), RANKS), without_ep("qwen3_moe"))
+
+
+class GatheredExperts(nn.Module):
+    """Experts in torchtitan's form: DTensors ``Shard(0)``, a forward of local tensors, dispatch around it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(4, 8, 8, generator=torch.Generator().manual_seed(1)))
+        self.group: dist.ProcessGroup | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        w = self.w.to_local() if isinstance(self.w, DTensor) else self.w
+        if self.group is None:
+            return torch.einsum("tc,eoc->to", x.tanh(), w)
+        rows = AllToAll.apply(x, self.group)
+        return AllToAll.apply(torch.einsum("ntc,eoc->nto", rows.tanh(), w), self.group).sum(0)
+
+
+class AllToAll(torch.autograd.Function):
+    """Each rank's x [T, C] to all ranks -> [n, T, C]; or each rank's part [n, T, C] back to its owner."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group, ctx.spreads = group, x.dim() == 2
+        parts = x.expand(group.size(), *x.shape).contiguous() if ctx.spreads else x.contiguous()
+        received = torch.empty_like(parts)
+        dist.all_to_all_single(received, parts, group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        received = torch.empty_like(grads[0])
+        dist.all_to_all_single(received, grads[0].contiguous(), group=ctx.group)
+        return received.sum(0) if ctx.spreads else received, None
+
+
+class OwnModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.experts = nn.Linear(8, 8), GatheredExperts()
+        with torch.no_grad():
+            self.first.weight.copy_(torch.eye(8))
+
+    def forward(self, input_ids: Tensor, labels: Tensor, output_router_logits: bool) -> Any:
+        x = torch.nn.functional.one_hot(input_ids % 8, 8).float().flatten(0, 1)
+        return type("Output", (), {"loss": self.experts(self.first(x)).square().mean()})
+
+
+def run_own(parallel: str, *, cut: bool) -> Trained:
+    model = OwnModel()
+    if cut:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("same", "ep"))
+        model.experts.w = nn.Parameter(distribute_tensor(model.experts.w.data, mesh["ep"], [Shard(0)]))
+        model.experts.group = mesh["ep"].get_group()
+    return train(parallelize(model, parallel, units=[model.first]))
+
+
+@pytest.mark.parametrize("parallel", ["zero1", "zero3"])
+def test_experts_that_are_dtensors(parallel: str) -> None:
+    expected = simulate(lambda: run_own("ddp", cut=False), RANKS)
+    assert_same(simulate(lambda: run_own(parallel, cut=True), RANKS), expected, unfused=True)
+
+
+# ---- Checkpoints and state dicts. ----
+
+
+@pytest.mark.parametrize("parallel", ["zero1", "zero3"])
+@pytest.mark.in_turn
+def test_checkpoints_move_experts(parallel: str, tmp_path: Path) -> None:
+    """ep 2 -> ep 4 -> one rank alone."""
+
+    def build(ep: int | None) -> tuple[Any, Any]:
+        model = parallelize(tiny("qwen3_moe"), parallel, ep=ep)
+        return model, make_optimizer(model, torch.optim.AdamW, lr=1e-2, eps=1e-3)
+
+    def step(model: Any, optimizer: Any) -> None:
+        model(input_ids=tokens_of(0), labels=tokens_of(0)).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def save() -> dict[str, Tensor]:
+        model, optimizer = build(2)
+        step(model, optimizer)
+        save_checkpoint(tmp_path / "2", model, optimizer)
+        return whole_weights(model)
+
+    def move() -> dict[str, Tensor]:
+        model, optimizer = build(4)
+        load_checkpoint(tmp_path / "2", model, optimizer)
+        step(model, optimizer)
+        save_checkpoint(tmp_path / "4", model, optimizer)
+        return whole_weights(model)
+
+    def alone() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        model, optimizer = build(None)
+        load_checkpoint(tmp_path / "2", model, optimizer)
+        before = whole_weights(model)
+        step(model, optimizer)
+        return before, whole_weights(model)
+
+    saved, moved = simulate(save, RANKS)[0], simulate(move, RANKS)[0]
+    before, after = simulate(alone, 1)[0]
+    for name, weight in saved.items():
+        assert torch.equal(before[name], weight), name
+        assert (after[name] - moved[name]).norm() <= 2e-5 * after[name].norm() + 1e-7, name
+
+
+def test_state_dicts_are_whole_and_take_whole_ones() -> None:
+    whole = tiny("qwen3_moe").state_dict()
+
+    def load() -> dict[str, Tensor]:
+        model = tiny("qwen3_moe")
+        for param in model.parameters():
+            nn.init.zeros_(param)
+        wrapped = parallelize(model, "ddp", ep=2)
+        model.load_state_dict(whole)
+        return whole_weights(wrapped)
+
+    for found in simulate(load, 2):
+        assert found.keys() == whole.keys()
+        assert all(torch.equal(found[name], each) for name, each in whole.items())
+
+
+def test_experts_on_meta_are_drawn_whole() -> None:
+    """Ranks of one seed have parts of one draw, and not one draw each."""
+
+    def draw(module: nn.Module) -> None:
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            nn.init.normal_(tensor)
+
+    def build() -> dict[str, Tensor]:
+        model = published("qwen3_moe", tiny=True)
+        torch.manual_seed(3)
+        return whole_weights(parallelize(model, "zero3", ep=2, device="cpu", init_fn=draw))
+
+    first = torch.empty(8, 48, 32).normal_(generator=torch.Generator().manual_seed(3))
+    for found in simulate(build, 2):
+        assert torch.equal(found["model.layers.0.mlp.experts.gate_up_proj"], first)
+
+
+# ---- What is refused. ----
+
+
+def with_forward(model: nn.Module) -> nn.Module:
+    experts = model.model.layers[0].mlp.experts
+    experts.forward = experts.forward
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "message"),
+    [
+        (lambda: tiny("qwen3_moe"), {"ep": 3}, "ep = 3 does not divide the 4 data-parallel"),
+        (lambda: tiny("qwen3_moe"), {"ep": 2, "fuse": False}, "ep needs fuse=True"),
+        (lambda: tiny("qwen3_moe"), {"ep": 2, "expert_process_group": WORLD_OF_ONE}, "does not go with expert_process"),
+        (lambda: tiny("qwen3_moe", num_experts=6), {"ep": 4}, "4 ranks do not divide 6 experts"),
+        (lambda: nn.Sequential(nn.Linear(4, 4)), {"ep": 2}, "Sequential has no experts of Hugging Face"),
+        (lambda: with_forward(tiny("qwen3_moe")), {"ep": 2}, "forward was replaced on this instance"),
+    ],
+)
+def test_what_is_refused(make: Callable[[], nn.Module], options: dict[str, Any], message: str) -> None:
+    def refused() -> bool:
+        model = make()
+        before = copy.copy(dict(model.named_parameters()))
+        with pytest.raises(ValueError, match=message):
+            parallelize(model, "zero1", **options)
+        return all(each is before[name] for name, each in model.named_parameters())
+
+    assert all(simulate(refused, 4))

@@ -1,0 +1,201 @@
+"""Dispatched experts in what programs do around them: recompute, compile, freeze, copy, and end by an error."""
+
+import copy
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from dispatched import DIM, EXPERTS, Tokens, experts_of, make_tokens, routed
+from ending_ranks import assert_silent, run_to_the_end, the_report
+from gloo import run_ranks
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from maingrad.launch import simulate
+from maingrad.te_integration import Linear, TokenDispatcher, WgradQueue, delayed_wgrad
+
+TOKENS = [5, 0]
+"""Of each rank."""
+
+
+class Block(nn.Module):
+    """A router and dispatched experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.router = Linear(DIM, EXPERTS)
+        self.dispatcher = TokenDispatcher(EXPERTS)
+        self.experts = experts_of(dist.get_rank(), dist.get_world_size())
+
+    def forward(self, x: Tensor) -> Tensor:
+        probs, ids = self.router(x).softmax(-1).topk(2)
+        return x + routed(Tokens(x, ids, probs), self.experts, self.dispatcher)
+
+
+def run(how: str, frozen: Sequence[str] = ()) -> list[Tensor | None]:
+    """The output of two blocks and all gradients."""
+    blocks = [Block(), Block()]
+    for name, param in nn.ModuleList(blocks).named_parameters():
+        param.requires_grad_(not any(f".{part}" in name for part in frozen))
+    y = x = make_tokens(dist.get_rank(), TOKENS[dist.get_rank()]).x.requires_grad_("x" not in frozen)
+    queue = WgradQueue(fill_waits=True)
+    for block in blocks:
+        if how == "compile":
+            y = torch.compile(block, backend="eager")(y)
+        elif how == "copy":
+            duplicate = copy.deepcopy(block)
+            duplicate.load_state_dict(block.state_dict())
+            y = torch.func.functional_call(duplicate, dict(block.named_parameters()), (y,))
+        elif how.startswith("recompute"):
+            y = checkpoint(block, y, use_reentrant=how.endswith("reentrant"))
+        elif how == "delay":
+            with delayed_wgrad(queue):
+                y = block(y)
+        else:
+            y = block(y)
+    y.square().sum().backward()
+    queue.drain()
+    return [y.detach(), x.grad, *(param.grad for block in blocks for param in block.parameters())]
+
+
+@pytest.mark.parametrize(
+    "how", ["recompute", "recompute, reentrant", "delay", "copy", pytest.param("compile", marks=pytest.mark.in_turn)]
+)
+def test_gradients_are_the_same(how: str) -> None:
+    for found, expected in zip(simulate(run, 2, how), simulate(run, 2, "plainly"), strict=True):
+        assert all(grad is not None for grad in expected)
+        # Compiled code has other memory, and on some CPUs the rounding of products depends on where operands are.
+        tolerance = 1e-6 if how == "compile" else 0.0
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=0.0, atol=tolerance)
+
+
+def test_real_ranks_compute_what_simulated_ones_do() -> None:
+    for found, expected in zip(run_ranks(run, 2, "delay"), simulate(run, 2, "delay"), strict=True):
+        assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("frozen", [["experts"], ["router"], ["experts", "router"], ["x"], ["x", "router"], ["fc1"]])
+def test_what_is_frozen_gets_none_and_the_rest_the_same(frozen: list[str]) -> None:
+    for found, expected in zip(simulate(run, 2, "plainly", frozen), simulate(run, 2, "plainly"), strict=True):
+        assert None in found
+        for one, other in zip(found, expected, strict=True):
+            assert one is None or torch.equal(one, other)
+
+
+def test_a_queue_without_fill_waits_is_left_alone() -> None:
+    """Its owner, such as a pipeline's schedule, says when weight gradients are computed."""
+
+    def pending() -> tuple[int, ...]:
+        x = make_tokens(dist.get_rank(), 5).x
+        numbers = []
+        for fill_waits in (False, True):
+            block, queue = Block(), WgradQueue(fill_waits=fill_waits)
+            with delayed_wgrad(queue):
+                loss = block(x).square().sum()
+            loss.backward()
+            numbers.append(len(queue))
+            queue.drain()
+        return tuple(numbers)
+
+    assert simulate(pending, 2) == [(3, 1)] * 2  # the router's is behind the last exchange
+
+
+def test_probabilities_may_multiply_at_the_sender() -> None:
+    def both() -> None:
+        x, ids, probs = make_tokens(dist.get_rank(), 7)
+        experts = nn.Identity()  # a linear one, for which it is the same
+        results = []
+        for at_sender in (False, True):
+            leaves = [x.clone().requires_grad_(), probs.clone().requires_grad_()]
+            dispatcher = TokenDispatcher(EXPERTS)
+            rows, _, row_probs, handle = dispatcher.dispatch(leaves[0], ids, None if at_sender else leaves[1])
+            assert (row_probs is None) == at_sender
+            rows = experts(rows if row_probs is None else rows * row_probs[:, None])
+            y = dispatcher.combine(rows, handle, leaves[1] if at_sender else None)
+            y.square().sum().backward()
+            results.append([y, *(leaf.grad for leaf in leaves)])
+        assert all(map(torch.equal, *results))
+        assert results[0][2].abs().sum() > 0
+
+    simulate(both, 2)
+
+
+def test_second_derivatives_are_refused_by_name() -> None:
+    def refused() -> None:
+        tokens = make_tokens(dist.get_rank(), 3)
+        y = routed(
+            tokens._replace(x=tokens.x.requires_grad_()), experts_of(dist.get_rank(), 2), TokenDispatcher(EXPERTS)
+        )
+        with pytest.raises(RuntimeError, match="second derivatives"):
+            torch.autograd.grad(y.sum(), tokens.x, create_graph=True)
+
+    simulate(refused, 2)
+
+
+def of_the_docs() -> tuple[float, list[Tensor], list[Tensor]]:
+    page = Path(__file__).resolve().parents[4] / "docs/mixture_of_experts.md"
+    _, program = re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(program, names)
+    experts = [param for param in names["model"].parameters() if not getattr(param, "allreduce", True)]
+    dense = [param for param in names["model"].parameters() if getattr(param, "allreduce", True)]
+    return float(names["loss"]), values(experts), values(dense)
+
+
+def values(params: list[nn.Parameter]) -> list[Tensor]:
+    return [param.detach().clone() for param in params]
+
+
+def test_the_program_of_the_docs() -> None:
+    losses, experts, dense = zip(*simulate(of_the_docs, 4), strict=True)
+    assert max(losses) < 1.5, "2.9 at the start"
+    for rank in range(4):
+        assert all(map(torch.equal, dense[0], dense[rank]))
+        assert all(map(torch.equal, experts[rank % 2], experts[rank]))
+    assert not any(map(torch.equal, experts[0], experts[1]))
+
+
+# ---- A rank that raises while rows are away. ----
+
+
+class Trap(nn.Module):
+    """Experts of which one rank's raise."""
+
+    def __init__(self, experts: nn.Module, when: str) -> None:
+        super().__init__()
+        self.experts, self.when = experts, when
+
+    def forward(self, rows: Tensor, *others: Any) -> Tensor:
+        if dist.get_rank() == 1:
+            if self.when == "forward":
+                raise KeyError("a mistake in somebody's experts")
+            rows.register_hook(self._raise)
+        return self.experts(rows, *others)
+
+    def _raise(self, grad: Tensor) -> None:
+        raise KeyError("a mistake in somebody's experts")
+
+
+def one_raises(when: str, transport: dict[str, Any]) -> None:
+    tokens = make_tokens(dist.get_rank(), 6)
+    experts = Trap(experts_of(dist.get_rank(), dist.get_world_size()), when)
+    y = routed(tokens._replace(x=tokens.x.requires_grad_()), experts, TokenDispatcher(EXPERTS, **transport))
+    y.sum().backward()
+
+
+@pytest.mark.in_turn
+@pytest.mark.parametrize("when", ["forward", "backward"])
+def test_a_rank_that_raises_between_the_exchanges_is_named_by_all_others(when: str) -> None:
+    transport = {"transport": "capacity", "capacity": 2} if when == "forward" else {}
+    ended = run_to_the_end(one_raises, 4, when, transport, collective_timeout=60.0)
+    assert "a mistake in somebody's experts" in ended[1].output
+    for rank in (0, 2, 3):
+        report = the_report(rank, ended[rank])
+        assert report["what"] == "an exchange of experts' rows"
+        assert_silent(report, 1)

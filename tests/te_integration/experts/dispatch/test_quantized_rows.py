@@ -1,0 +1,66 @@
+"""Rows that travel in 8 bits under a recipe."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from maingrad.launch import simulate
+from maingrad.te_integration import (
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    GroupedMLP,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    TokenDispatcher,
+    autocast,
+)
+
+DIM, EXPERTS = 160, 4
+TOKENS = [9, 0]
+"""Of each rank."""
+
+
+def run(recipe: Any, options: dict[str, Any], routing: str = "any") -> list[Tensor]:
+    """The output, gradients of tokens and probabilities, and those of the experts' weights."""
+    rank = dist.get_rank()
+    torch.manual_seed(rank)
+    experts = GroupedMLP(EXPERTS // 2, DIM, 32, bias=False, dtype=torch.bfloat16)
+    x = (torch.randn(TOKENS[rank], DIM) * torch.logspace(-3, 3, DIM)).bfloat16().requires_grad_()
+    ids = torch.rand(TOKENS[rank], EXPERTS).argsort(1)[:, :2]
+    if routing == "low":
+        ids = ids % 2
+    probs = torch.rand(TOKENS[rank], 2, requires_grad=True)
+    dispatcher = TokenDispatcher(EXPERTS, **options)
+    with autocast(recipe=recipe):
+        rows, splits, row_probs, dispatched = dispatcher.dispatch(x, ids, probs)
+        y = dispatcher.combine(experts(rows, splits, row_probs), dispatched)
+    (y * torch.randn(y.shape, generator=torch.Generator().manual_seed(rank))).sum().backward()
+    return [y.detach(), x.grad, probs.grad, *(param.grad for param in experts.parameters())]
+
+
+@pytest.mark.parametrize("recipe", [Float8BlockScaling(), MXFP8BlockScaling()])
+@pytest.mark.parametrize("routing", ["any", "low"])
+@pytest.mark.parametrize("options", [{}, {"transport": "capacity", "capacity": 9}])
+def test_products_of_rows_have_the_same_bits(options: dict[str, Any], routing: str, recipe: Any) -> None:
+    events: list[tuple[int, str]] = []
+    wide = simulate(run, 2, recipe, options, routing)
+    narrow = simulate(run, 2, recipe, {**options, "quantize_rows": True}, routing, schedule=events)
+    sent = [event for rank, event in events if rank == 0 and event.startswith("launch all_to_all_single")]
+    # Counts, elements, scales and probabilities; outputs; their gradients; and those of rows and probabilities.
+    assert sum("bfloat16" in event for event in sent) == 2
+    for expected, found in zip(wide, narrow, strict=True):
+        assert all(map(torch.equal, found[:3], expected[:3]))
+        for weight_grad, of_wide in zip(found[3:], expected[3:], strict=True):
+            error = (weight_grad - of_wide).norm() / of_wide.norm().clamp(min=1e-9)
+            assert error < 0.05
+
+
+@pytest.mark.parametrize("recipe", [None, Float8CurrentScaling(), NVFP4BlockScaling()])
+def test_under_other_recipes_rows_travel_as_they_are(recipe: Any) -> None:
+    torch.manual_seed(0)
+    wide, asked = (simulate(run, 2, recipe, options) for options in ({}, {"quantize_rows": True}))
+    for expected, found in zip(wide, asked, strict=True):
+        assert torch.equal(found[0], expected[0])

@@ -1,0 +1,119 @@
+"""``SymmetricExchange`` without GPUs: kernels in Triton's interpreter, and buffers in memory that processes share.
+
+Each process has all ranks' buffers at addresses of its own, and really waits for the others' arrivals.
+"""
+
+import mmap
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from gloo import run_ranks
+from torch import Tensor
+
+from maingrad.te_integration import TokenDispatcher
+from maingrad.te_integration.experts.dispatch import symmetric
+from maingrad.te_integration.experts.dispatch.all_to_all import AllToAll
+from maingrad.te_integration.experts.dispatch.symmetric import SymmetricExchange
+
+pytest.importorskip("triton", reason="the kernels are Triton's alone")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here: test_symmetric_nccl.py")
+
+EXPERTS = 4
+
+
+class Mapped(NamedTuple):
+    """What a rendezvous returns."""
+
+    buffers: list[Tensor]
+
+    def get_buffer(self, rank: int, shape: Any, dtype: torch.dtype) -> Tensor:
+        return self.buffers[rank]
+
+
+class SharedFiles:
+    """In place of ``torch.distributed._symmetric_memory``: buffers are files that all ranks map."""
+
+    def __init__(self) -> None:
+        folders = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+        dist.broadcast_object_list(folders)
+        self.folder = Path(folders[0])
+        self.number = 0
+
+    def _map(self, rank: int, nbytes: int) -> Tensor:
+        with (self.folder / f"{self.number}-{rank}").open("a+b") as file:
+            file.truncate(nbytes)
+            return torch.frombuffer(mmap.mmap(file.fileno(), nbytes), dtype=torch.uint8)
+
+    def empty(self, nbytes: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        self.number += 1
+        return self._map(dist.get_rank(), nbytes).fill_(0xFF)
+
+    def rendezvous(self, own: Tensor, group: str) -> Mapped:
+        dist.barrier()
+        return Mapped([self._map(rank, own.numel()) for rank in range(dist.get_world_size())])
+
+
+class Case(NamedTuple):
+    """Tokens of each rank, and how experts are drawn: any, or all of rank 0; drop: an id of E here and there."""
+
+    tokens: list[int]
+    routing: str = "any"
+    dim: int = 6
+
+
+CASES = [
+    Case([5, 5, 5, 5]),
+    Case([9, 9, 9, 9], "drop", 40),
+    Case([4, 0, 7, 1]),
+    Case([3, 3, 3, 3], "rank 0"),
+    Case([0, 0, 0, 0]),
+]
+
+
+def block(dispatcher: TokenDispatcher, case: Case, seed: int) -> list[Tensor]:
+    """y, rows of each expert, and gradients of x and probs."""
+    generator = torch.Generator().manual_seed(100 * seed + dist.get_rank())
+    count = case.tokens[dist.get_rank()]
+    x, dy = (torch.randn(count, case.dim, generator=generator).bfloat16() for _ in range(2))
+    ids = torch.rand(count, EXPERTS, generator=generator).topk(2)[1]
+    if case.routing == "rank 0":
+        ids = ids % (EXPERTS // dist.get_world_size())
+    elif case.routing == "drop":
+        ids = ids.masked_fill(torch.rand(ids.shape, generator=generator) < 0.3, EXPERTS)
+    probs = torch.rand(count, 2, generator=generator).requires_grad_()
+    x.requires_grad_()
+    rows, splits, row_probs, dispatched = dispatcher.dispatch(x, ids, probs)
+    assert row_probs is not None
+    y = dispatcher.combine(torch.tanh(rows) * row_probs[:, None].to(rows.dtype), dispatched)
+    return [y.detach(), splits, *torch.autograd.grad(y, [x, probs], dy)]
+
+
+def differences() -> list[str]:
+    shared = SharedFiles()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(symmetric, "symmetric_memory", lambda: shared)
+        wrong = _differences()
+    dist.barrier()
+    shutil.rmtree(shared.folder, ignore_errors=True)
+    assert shared.number == 2, "larger rows need larger buffers, once"
+    return wrong
+
+
+def _differences() -> list[str]:
+    exact = TokenDispatcher(EXPERTS, None, AllToAll(EXPERTS, dist.group.WORLD))
+    found, wrong = TokenDispatcher(EXPERTS, None, SymmetricExchange(EXPERTS, dist.group.WORLD, max_rows=18)), []
+    for seed, case in enumerate(CASES):
+        equal = [*map(torch.equal, block(exact, case, seed), block(found, case, seed))]
+        if not all(equal):
+            wrong.append(f"{case}: {equal}")
+    return wrong
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_results_and_gradients_are_those_of_all_to_all(ranks: int) -> None:
+    assert run_ranks(differences, ranks) == [[]] * ranks

@@ -1,0 +1,242 @@
+"""What moves rows: the order of starts and waits, capacity, and what a captured step may hold."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from dispatched import DIM, EXPERTS, Tokens, experts_of, make_tokens, rank_groups, routed
+from torch import Tensor, nn
+
+from maingrad.ddp import (
+    WORLD_OF_ONE,
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    DistributedOptimizer,
+    GraphedTrainingStep,
+)
+from maingrad.launch import simulate
+from maingrad.te_integration import Linear, TokenDispatcher, WgradQueue, delayed_wgrad
+
+C = 3
+
+
+def test_a_send_and_its_way_back_are_adjoint() -> None:
+    """With Inf in rows that nobody has filled: they reach no result."""
+
+    def products(**options: Any) -> Any:
+        rank = dist.get_rank()
+        transport = TokenDispatcher(EXPERTS, **options).transport
+        draws = torch.Generator().manual_seed(rank)
+        x = torch.randint(-4, 5, (12, DIM), generator=draws) / 4
+        counts = torch.tensor([[5, 0, 3, 2], [1, 4, 0, 5], [0, 0, 12, 0], [0, 0, 0, 0]][rank])
+        (received,), splits, sent = transport.send([x], counts)
+        y = torch.randint(-4, 5, received.shape, generator=draws) / 4
+        y[int(splits.sum()) :] = float("inf")
+        (back,) = transport.send_back([y], sent)
+        (again,), same_splits, _ = transport.send([x], counts, sent)
+        filled = slice(int(splits.sum()))
+        assert torch.equal(splits, same_splits) and torch.equal(received[filled], again[filled])
+        return (received[filled] * y[filled]).sum(), (x * back).sum(), splits, received.shape
+
+    for options in ({}, {"transport": "capacity", "capacity": C}):
+        results = simulate(products, 4, **options)
+        there, back, splits, shapes = zip(*results, strict=True)
+        assert sum(there) == sum(back) != 0
+        assert torch.cat(splits).tolist() == ([6, 4, 15, 7] if not options else [4, 3, 6, 5])
+        assert not options or set(shapes) == {(EXPERTS * C, DIM)}
+
+
+def with_ids_of_no_expert(tokens: Tokens) -> Tokens:
+    """The rows beyond the capacity dropped by their ids."""
+    ids, seen = tokens.ids.clone(), [0] * EXPERTS
+    for row in range(ids.shape[0]):
+        for copy in range(ids.shape[1]):
+            expert = int(ids[row, copy])
+            seen[expert] += 1
+            if seen[expert] > C:
+                ids[row, copy] = EXPERTS
+    return tokens._replace(ids=ids)
+
+
+def test_rows_beyond_the_capacity_are_dropped_as_by_their_ids() -> None:
+    def run(capacity: bool) -> Any:
+        rank = dist.get_rank()
+        tokens = make_tokens(rank, 8)
+        dispatcher = TokenDispatcher(EXPERTS, **({"transport": "capacity", "capacity": C} if capacity else {}))
+        cut = with_ids_of_no_expert(tokens)
+        leaves = Tokens(tokens.x.requires_grad_(), tokens.ids if capacity else cut.ids, tokens.probs.requires_grad_())
+        experts = experts_of(rank, 2)
+        y = routed(leaves, experts, dispatcher)
+        y.square().sum().backward()
+        if capacity:
+            assert dispatcher.transport.num_dropped == (cut.ids == EXPERTS).sum() > 0
+        return [y, leaves.x.grad, leaves.probs.grad, *(param.grad for param in experts.parameters())]
+
+    for dropped, by_ids in zip(simulate(run, 2, True), simulate(run, 2, False), strict=True):
+        for found, expected in zip(dropped, by_ids, strict=True):
+            torch.testing.assert_close(found, expected)
+
+
+class Events(list[tuple[int, str]]):
+    """What ranks do, in order; as a queue's log it hears of weight gradients."""
+
+    def append(self, event: Any) -> None:
+        super().append(event if type(event) is tuple else (dist.get_rank(), f"weight gradient of {event.owner}"))
+
+
+def test_weight_gradients_and_a_shared_expert_run_while_rows_travel() -> None:
+    events = Events()
+
+    def run() -> None:
+        rank = dist.get_rank()
+        queue = WgradQueue(fill_waits=True)
+        dispatcher = TokenDispatcher(EXPERTS)
+        layers = [experts_of(rank, 2) for _ in range(2)]
+        shared = Linear(DIM, DIM)
+
+        def shared_expert() -> Tensor:
+            events.append((rank, "shared"))
+            return shared(x)
+
+        tokens = make_tokens(rank, 6)
+        x = tokens.x.requires_grad_()
+        with delayed_wgrad(queue):
+            for layer in layers:
+                rows, splits, probs, dispatched = dispatcher.dispatch(x, *tokens[1:], meanwhile=shared_expert)
+                x = dispatcher.combine(layer(rows, splits, probs), dispatched) + dispatched.meanwhile
+        queue.log = events
+        events.append((rank, "backward"))
+        x.sum().backward()
+        assert len(queue) == 1  # the first layer's shared expert, behind the last exchange
+        queue.drain()
+        assert all(param.grad is not None for module in (*layers, shared) for param in module.parameters())
+
+    simulate(run, 2, schedule=events)
+    for part, work, times in ((0, "shared", 2), (1, "weight gradient of GroupedMLP", 4)):
+        assert_between_starts_and_waits(events, work, times, part)
+
+
+def assert_between_starts_and_waits(events: Events, work: str, times: int, part: int = 0) -> None:
+    """Where ``work`` runs, the exchange that was started last has not been waited for.
+
+    part  0: before an event "backward", 1: behind it
+    """
+    for rank in range(2):
+        own = [event for number, event in events if number == rank]
+        middle = own.index("backward") if "backward" in own else len(own)
+        own = own[middle:] if part else own[:middle]
+        places = [place for place, event in enumerate(own) if event.startswith(work)]
+        assert len(places) == times
+        for place in places:
+            around = [event for event in own[:place] if event.startswith(("launch", "wait"))]
+            assert around[-1].startswith("launch all_to_all_single float32"), (own, place)
+
+
+def test_one_half_of_a_batch_is_computed_while_the_other_travels() -> None:
+    events = Events()
+
+    def run(in_halves: bool) -> list[Tensor]:
+        rank = dist.get_rank()
+        experts, dispatcher = experts_of(rank, 2), TokenDispatcher(EXPERTS)
+        tokens = make_tokens(rank, 6)
+        x, probs = tokens.x.requires_grad_(), tokens.probs.requires_grad_()
+        if not in_halves:
+            y = routed(tokens, experts, dispatcher)
+        else:
+            out: list[Tensor] = []
+
+            def compute(rows: Tensor, splits: Tensor, row_probs: Tensor) -> None:
+                events.append((rank, "experts"))
+                out.append(experts(rows, splits, row_probs))
+
+            first, second = zip(*(tensor.split(3) for tensor in (x, tokens.ids, probs)), strict=True)
+            *rows, one = dispatcher.dispatch(*first)
+            *others, two = dispatcher.dispatch(*second, meanwhile=lambda: compute(*rows))
+            y = dispatcher.combine(out[0], one, meanwhile=lambda: compute(*others))
+            y = torch.cat([y, dispatcher.combine(out[1], two)])
+        y.square().sum().backward()
+        return [y, x.grad, probs.grad, *(param.grad for param in experts.parameters())]
+
+    for whole, halves in zip(simulate(run, 2, False), simulate(run, 2, True, schedule=events), strict=True):
+        for one, other in zip(whole, halves, strict=True):
+            torch.testing.assert_close(one, other)
+    assert_between_starts_and_waits(events, "experts", 2)
+
+
+class DenseExperts(nn.Module):
+    """Every row by every expert, then one is chosen: a step on a CPU that reads no split sizes on the host."""
+
+    def __init__(self, num_experts: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, num_experts * DIM * DIM).view(num_experts, DIM, DIM))
+        self.weight.allreduce = False
+
+    def forward(self, rows: Tensor, splits: Tensor, probs: Tensor) -> Tensor:
+        row = torch.arange(len(rows))
+        expert = torch.searchsorted(splits.cumsum(0), row, right=True)
+        own = expert[:, None] == torch.arange(len(splits))
+        masked = torch.where(own.any(1)[:, None], rows * probs[:, None], 0.0)
+        return torch.einsum("re,rd,edf->rf", own.to(rows.dtype), masked, self.weight)
+
+
+def train(transport: dict[str, Any], graphed: bool) -> Any:
+    group, edp = rank_groups(2)
+    torch.manual_seed(0)
+    dispatcher = TokenDispatcher(EXPERTS, group, **transport)
+    router, experts = Linear(DIM, EXPERTS, fuse_wgrad_accumulation=True), DenseExperts(EXPERTS // 2)
+    model = DistributedDataParallel(
+        nn.ModuleDict({"router": router, "experts": experts}),
+        DistributedDataParallelConfig(),
+        expert_process_group=edp if edp.size() > 1 else WORLD_OF_ONE,
+    )
+    optimizer = DistributedOptimizer(model, 0.05, max_grad_norm=1.0)
+
+    def step(x: Tensor) -> Tensor:
+        probs, ids = router(x).softmax(-1).topk(2)
+        loss = routed(Tokens(x, ids, probs), experts, dispatcher).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    run = GraphedTrainingStep(step, model, optimizer, num_warmup_steps=1) if graphed else step
+    draws = torch.Generator().manual_seed(dist.get_rank())
+    losses = [run(torch.randn(8, DIM, generator=draws)) for _ in range(5)]
+    return (
+        losses,
+        [param.detach().clone() for param in model.parameters()],
+        getattr(dispatcher.transport, "num_dropped", 0),
+    )
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_captured_step_replays_with_other_routing(ranks: int) -> None:
+    transport = {"transport": "capacity", "capacity": 4}
+    for eager, graphed in zip(*(simulate(train, ranks, transport, each) for each in (False, True)), strict=True):
+        for found, expected in zip(graphed[:2], eager[:2], strict=True):
+            assert all(map(torch.equal, found, expected))
+        assert graphed[2] == eager[2] > 0
+
+
+def test_a_capture_refuses_splits_on_the_host_by_name() -> None:
+    with pytest.raises(Exception, match="all_to_all transport reads split sizes on the host"):
+        simulate(train, 2, {}, True)
+
+
+def test_arguments_that_do_not_fit_are_refused() -> None:
+    for wrong, text in (
+        ({"transport": "nvlink"}, "'nvlink' is none of capacity, all_to_all"),
+        ({"transport": "capacity"}, "needs capacity="),
+        ({"capacity": 3}, "no other transport takes it"),
+        ({"transport": "capacity", "capacity": 0}, "capacity=0"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            TokenDispatcher(EXPERTS, WORLD_OF_ONE, **wrong)
+
+    def uneven() -> str:
+        with pytest.raises(ValueError, match="3 experts do not divide over 2 ranks") as caught:
+            TokenDispatcher(3)
+        return str(caught.value)
+
+    assert simulate(uneven, 2)
