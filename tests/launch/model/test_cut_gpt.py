@@ -104,6 +104,19 @@ def grads(model: GPT) -> list[Tensor]:
     return [param.grad for param in model.parameters() if param.grad is not None]
 
 
+def test_a_rank_has_its_part_of_activations_and_logits():
+    def job() -> tuple[tuple[int, ...], ...]:
+        model, seen = build(), list[Tensor]()
+        cut_gpt(model, dist.group.WORLD, sequence_parallel=True)
+        model.blocks[1].register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+        logits = model(tokens()[0])
+        return tuple(seen[0].shape), tuple(logits.shape)
+
+    (between, logits), (_, of_other) = simulate(job, 2)
+    assert between == (3, LENGTH // 2, 32)
+    assert (logits, of_other) == ((3, LENGTH, 129), (3, LENGTH, 128))
+
+
 def test_a_rank_has_its_part_of_the_weights():
     model = build()
     assert model.embedding.weight.shape == (257, 32)
