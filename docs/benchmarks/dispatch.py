@@ -6,12 +6,10 @@ Each rank has rows [R, D] in bf16, sorted by expert. "Dispatch" brings them to t
 expert and then by sender; "combine" brings as many rows back into the senders' order. Bytes are all rows of a rank,
 those that stay on it too.
 
-symmetric             ``SymmetricExchange``: kernels copy to and from other GPUs' memory; the host reads nothing
-symmetric, permuting  the same from tokens [R / k, D]: the permutation by expert is a part of it, and so are the sums of
-                      each token's k rows. The other rows have no permutation in them
-all_to_all            ``AllToAll``: NCCL, and a permutation of the received rows; the host waits for split sizes
-all_to_all_vdev_2d    torch's, by NVSHMEM, which is this process's only symmetric memory then: a run of its own,
-                      ``--rows all_to_all_vdev_2d``. Between an expert's senders it has no gaps with one expert a rank
+symmetric           ``SymmetricExchange``: kernels copy to and from other GPUs' memory; the host reads nothing
+all_to_all          ``AllToAll``: NCCL, and a permutation of the received rows; the host waits for split sizes
+all_to_all_vdev_2d  torch's, by NVSHMEM, which is this process's only symmetric memory then: a run of its own,
+                    ``--rows all_to_all_vdev_2d``, with fewer experts, ``--num-experts 16``
 
 Routing is uniform, or skewed: expert e of E is chosen as often as 1 / (1 + e), so the first rank gets most rows.
 """
@@ -73,48 +71,35 @@ def make_routing(bench, rows, *, skewed, seed, device):
 
 
 class Symmetric:
-    """``SymmetricExchange``; permuting: from tokens and to tokens."""
+    """``SymmetricExchange``."""
 
-    def __init__(self, bench, *, permuting):
+    def __init__(self, bench):
         self.transport = SymmetricExchange(bench.num_experts, dist.group.WORLD)
-        self.top_k = bench.top_k
-        self.permuting = permuting
         self.captured = True
 
     def dispatch(self, rows, routing):
-        """Rows [R, D], or tokens [R / k, D]."""
-        index = [routing.sorting.copies // self.top_k] if self.permuting else None
-        (received,), splits, sent = self.transport.send([rows], routing.sorting.splits, index=index)
-        return received, splits, (sent, routing)
-
-    def combine(self, rows, sent):
-        """The reverse."""
-        index = [sent[1].sorting.places] if self.permuting else None
-        return self.transport.send_back([rows], sent[0], index=index)[0]
-
-
-class NCCL:
-    """``AllToAll``."""
-
-    def __init__(self, bench):
-        self.transport = AllToAll(bench.num_experts, dist.group.WORLD)
-        self.permuting = self.captured = False
-
-    def dispatch(self, rows, routing):
-        """See ``Symmetric``."""
+        """rows [R, D]."""
         (received,), splits, sent = self.transport.send([rows], routing.sorting.splits)
         return received, splits, sent
 
     def combine(self, rows, sent):
-        """See ``Symmetric``."""
+        """The reverse."""
         return self.transport.send_back([rows], sent)[0]
+
+
+class NCCL(Symmetric):
+    """``AllToAll``."""
+
+    def __init__(self, bench):
+        self.transport = AllToAll(bench.num_experts, dist.group.WORLD)
+        self.captured = False
 
 
 class Vdev2d:
     """torch's ``all_to_all_vdev_2d`` and its reverse, over buffers of its own."""
 
     def __init__(self, bench):
-        self.permuting, self.captured = False, True
+        self.captured = True
         self.ranks, self.num_experts = dist.get_world_size(), bench.num_experts
         self.group = dist.group.WORLD.group_name
         self.buffers: dict = {}
@@ -152,8 +137,7 @@ class Vdev2d:
 
 
 ROWS = {
-    "symmetric": partial(Symmetric, permuting=False),
-    "symmetric, permuting": partial(Symmetric, permuting=True),
+    "symmetric": Symmetric,
     "all_to_all": NCCL,
     "all_to_all_vdev_2d": Vdev2d,
 }
@@ -175,10 +159,9 @@ def captured(call):
 def replays_equal(bench, way, rows, routings, device):
     """Whether a graph that was captured for one routing brings what ``AllToAll`` brings for another."""
     static = make_routing(bench, len(rows), skewed=False, seed=0, device=device)
-    source = tokens_of(bench, way, rows)
 
     def both():
-        received, splits, sent = way.dispatch(source, static)
+        received, splits, sent = way.dispatch(rows, static)
         return received, splits, way.combine(received, sent)
 
     graph, (received, splits, back) = captured(both)
@@ -187,25 +170,17 @@ def replays_equal(bench, way, rows, routings, device):
         for into, value in zip((static.ids, *static.sorting), (routing.ids, *routing.sorting), strict=True):
             into.copy_(value)
         graph.replay()
-        sorted_rows = source[routing.sorting.copies // bench.top_k] if way.permuting else rows
-        right, right_splits, _ = exact.dispatch(sorted_rows, routing)
-        summed = source * bench.top_k if way.permuting else rows
+        right, right_splits, _ = exact.dispatch(rows, routing)
         equal &= torch.equal(received[: len(right)], right) and torch.equal(splits, right_splits)
-        equal &= torch.equal(back, summed)
+        equal &= torch.equal(back, rows)
     return equal
-
-
-def tokens_of(bench, way, rows):
-    """What a way dispatches: rows, or as many tokens as have these rows."""
-    return rows[: len(rows) // bench.top_k].contiguous() if way.permuting else rows
 
 
 def measure(bench, name, way, rows, routing, device):
     """Microseconds of each direction: issued one by one, and in a graph of ``num_steps``, where it can be captured."""
-    source = tokens_of(bench, way, rows)
-    received, _, sent = way.dispatch(source, routing)
+    received, _, sent = way.dispatch(rows, routing)
     received = received.clone() if name != "all_to_all_vdev_2d" else received
-    calls = {"dispatch": lambda: way.dispatch(source, routing)[0], "combine": lambda: way.combine(received, sent)}
+    calls = {"dispatch": lambda: way.dispatch(rows, routing)[0], "combine": lambda: way.combine(received, sent)}
     steps = {}
     for direction, call in calls.items():
         steps[direction, "eager"] = bench.num_steps, partial(_one_of, call)
@@ -249,25 +224,22 @@ def bench_dispatch(bench, ranks):
         if name == "all_to_all_vdev_2d":
             _symmetric_memory.set_backend("NVSHMEM")
         with ranks.attempt(with_groups=True):
-            way = ROWS[name](bench)
             for dim in bench.dims:
                 for megabytes in bench.megabytes:
-                    done += [
-                        _measure_case(bench, ranks, name, way, megabytes, dim, skewed=skewed)
-                        for skewed in (False, True)
-                    ]
-            del way
-            free_memory(ranks.device)
+                    for skewed in (False, True):
+                        done.append(_measure_case(bench, ranks, name, megabytes, dim, skewed=skewed))
+                        free_memory(ranks.device)
     return done
 
 
-def _measure_case(bench, ranks, name, way, megabytes, dim, *, skewed):
+def _measure_case(bench, ranks, name, megabytes, dim, *, skewed):
+    way = ROWS[name](bench)
     length = megabytes * MB // (2 * dim) // bench.top_k * bench.top_k
     generator = torch.Generator(ranks.device).manual_seed(dist.get_rank())
     rows = torch.randn(length, dim, device=ranks.device, generator=generator).to(torch.bfloat16)
     routing = make_routing(bench, length, skewed=skewed, seed=1, device=ranks.device)
     found = measure(bench, name, way, rows, routing, ranks.device)
-    if name.startswith("symmetric"):
+    if name == "symmetric":
         others = [make_routing(bench, length, skewed=skewed, seed=seed, device=ranks.device) for seed in (2, 3)]
         found["replays_equal"] = float(replays_equal(bench, way, rows, others, ranks.device))
     told = ranks.exchange(found)
@@ -279,7 +251,6 @@ def _measure_case(bench, ranks, name, way, megabytes, dim, *, skewed):
         replays_equal=worst.get("replays_equal", float("nan")), nbytes=rows.nbytes,
     )  # fmt: skip
     log(", ".join(f"{key} {value}" if isinstance(value, str) else f"{key} {value:.5g}" for key, value in row.items()))
-    free_memory(ranks.device)
     return row
 
 

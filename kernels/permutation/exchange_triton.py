@@ -29,16 +29,32 @@ import triton.language as tl
 from torch import Tensor
 
 from ..compat import device_of
-from ..triton_support import Launches, is_interpreted, kinds_of, num_multiprocessors
+from ..triton_support import Launches, kinds_of, num_multiprocessors
 
-__all__ = ["Exchange", "Place", "copy_half", "flags_nbytes", "meet", "move_rows"]
+__all__ = ["FEW", "FLAGS_NBYTES", "MANY", "Exchange", "Shape", "copy_rows", "meet"]
 
-_TILE = 4096
-"""Words of one copy by a program: 16 KB with words of 4 bytes, 64 bytes in flight for each thread."""
+FLAGS_NBYTES = 1024
+"""In front of the halves; for 256 ranks."""
 _MOST_ROWS = 256
-_NUM_WARPS = 8
-_PROGRAMS_PER_MULTIPROCESSOR = 2
-"""Of copies between ranks."""
+_WORDS = {1: torch.uint8, 2: torch.int16}
+"""In which rows are copied, by the bytes that divide them; others as int32."""
+
+
+class Shape(NamedTuple):
+    """Programs of a copy."""
+
+    programs: int
+    """0: ``_PROGRAMS_PER_MULTIPROCESSOR`` of them."""
+    num_warps: int
+    tile: int
+    """Words of 4 bytes that a program copies at a time: what is in flight for it."""
+
+
+_PROGRAMS_PER_MULTIPROCESSOR = 4
+MANY = Shape(0, 4, 4096)
+"""The fastest. Two H200, 32 MB of rows, half of them for the other rank: pull 57 us, push 50."""
+FEW = Shape(32, 16, 16384)
+"""Leaves multiprocessors to products that run meanwhile: pull 61 us, push 65."""
 _SPINS_PER_SECOND = 1_000_000
 """About: a look at a flag takes about a microsecond."""
 
@@ -59,29 +75,12 @@ class Exchange(NamedTuple):
     half_nbytes: int
 
 
-class Place(NamedTuple):
-    """Where the rows of a tensor lie in either half: from byte ``offset`` on."""
-
-    exchange: Exchange
-    offset: int
-
-    @property
-    def numbers(self) -> tuple[int, int]:
-        """Bytes from the buffer's start to the place in the first half, and to the other half from there."""
-        return flags_nbytes(self.exchange.num_ranks) + self.offset, self.exchange.half_nbytes
-
-
-def flags_nbytes(num_ranks: int) -> int:
-    """Bytes in front of the halves."""
-    return (num_ranks * 4 + 127) // 128 * 128
-
-
 @triton.jit
 def _meet_kernel(
     buffers: tl.tensor, own: tl.tensor, num_exchanges: tl.tensor, num_dropped: tl.tensor, counts: tl.tensor,
     plan: tl.tensor, splits: tl.tensor, N: tl.tensor, spins: tl.tensor, start: tl.tensor, half_nbytes: tl.tensor,
     RANK: tl.constexpr, RANKS: tl.constexpr, L: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_L: tl.constexpr,
-    BLOCK_RANKS: tl.constexpr, COUNTS: tl.constexpr, ARRIVE: tl.constexpr, WAIT: tl.constexpr, TRAP: tl.constexpr,
+    BLOCK_RANKS: tl.constexpr, COUNTS: tl.constexpr, ARRIVE: tl.constexpr, WAIT: tl.constexpr,
 ) -> None:  # fmt: skip
     """Tell all ranks the counts, and that this rank has come; wait for the others; compute who has which rows.
 
@@ -113,11 +112,10 @@ def _meet_kernel(
             # The difference, since numbers wrap. A rank that is one exchange ahead has come as well.
             while (tl.atomic_add(flag, 0, sem="acquire", scope="sys") - number <= 0) & (looks < spins):
                 looks += 1
-            if TRAP:  # noqa: SIM102
-                if looks >= spins:
-                    tl.inline_asm_elementwise(
-                        "trap; mov.u32 $0, $1;", "=r,r", [looks], dtype=tl.int32, is_pure=False, pack=1
-                    )
+            if looks >= spins:
+                tl.inline_asm_elementwise(
+                    "trap; mov.u32 $0, $1;", "=r,r", [looks], dtype=tl.int32, is_pure=False, pack=1
+                )
         tl.debug_barrier()
         if COUNTS:
             expert, sender = tl.arange(0, BLOCK_L), tl.arange(0, BLOCK_RANKS)
@@ -139,87 +137,50 @@ def _meet_kernel(
 
 
 @triton.jit
-def _move_kernel(
+def _copy_kernel(
     rows: tl.tensor, buffers: tl.tensor, num_exchanges: tl.tensor, plan: tl.tensor,
     N: tl.tensor, W: tl.tensor, start: tl.tensor, half_nbytes: tl.tensor,
-    RANKS: tl.constexpr, S: tl.constexpr, SEARCH: tl.constexpr, PUSH: tl.constexpr, ALIGN: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    RANK: tl.constexpr, RANKS: tl.constexpr, S: tl.constexpr, ROUTED: tl.constexpr, WRITE: tl.constexpr,
+    ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Received rows [N, W] from the senders' halves. PUSH: to them.
+    """``rows`` [N, W] from this rank's half; ROUTED: from the senders' halves, as the plan says. WRITE: to halves.
 
-    Rows behind the last segment become 0. Rows that were received behind row N, and so are not here, are sent back
-    as 0. W words of ALIGN-divisible rows; 2^SEARCH is above S.
+    Rows that nobody sent are read as 0. Received rows behind row N, which are not here, are written as 0. W words of
+    rows that ALIGN bytes divide.
     """
-    # A pull comes behind the meeting of its exchange, which has counted it.
-    half = (tl.load(num_exchanges) - (0 if PUSH else 1)) & 1
-    total = tl.load(plan + S - 1)
-    end = total if PUSH else N
-    word_nbytes: tl.constexpr = rows.dtype.element_ty.primitive_bitwidth // 8
+    # Rows are written to a half before the meeting of their exchange, which counts it, and read behind it.
+    half = (tl.load(num_exchanges) - (0 if WRITE else 1)) & 1
+    start += half.to(tl.int64) * half_nbytes
+    limit = tl.load(plan + (S - 1 if ROUTED else 2 * S))  # rows received, or sent
+    end = limit if ROUTED and WRITE else N
+    nbytes: tl.constexpr = rows.dtype.element_ty.primitive_bitwidth // 8
+    column = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
     for at in range(tl.program_id(0) * ROWS, end, tl.num_programs(0) * ROWS):
         row = at + tl.arange(0, ROWS)
-        segment = tl.zeros((ROWS,), dtype=tl.int32)  # the number of segments that end at or before the row
-        for bit in tl.static_range(SEARCH):
-            step = 1 << (SEARCH - 1 - bit)
-            ends = tl.load(plan + segment + step - 1, mask=segment + step <= S, other=2147483647)
-            segment = tl.where(ends <= row, segment + step, segment)
-        sent = row < total
-        theirs = (row + tl.load(plan + S + segment, mask=sent, other=0)).to(tl.int64)
-        address = tl.load(buffers + segment % RANKS, mask=sent, other=0)
-        address += start + half.to(tl.int64) * half_nbytes + theirs * W * word_nbytes
+        is_target = row < end
+        is_source = is_target & (row < N)
+        if ROUTED or not WRITE:
+            is_source &= row < limit
+        there = row
+        rank = tl.full((ROWS,), RANK, tl.int32)
+        if ROUTED:
+            segment = tl.zeros((ROWS,), dtype=tl.int32)  # the number of segments that end at or before the row
+            for bit in tl.static_range(S.bit_length()):
+                step = (1 << (S.bit_length() - 1)) >> bit
+                ends = tl.load(plan + segment + step - 1, mask=segment + step <= S, other=2147483647)
+                segment = tl.where(ends <= row, segment + step, segment)
+            there += tl.load(plan + S + segment, mask=row < limit, other=0)
+            rank = segment % RANKS
+        address = tl.load(buffers + rank) + start + there.to(tl.int64) * (W * nbytes)
         remote = tl.multiple_of(address.to(tl.pointer_type(rows.dtype.element_ty)), ALIGN)[:, None]  # [ROWS, 1]
         local = rows + (row.to(tl.int64) * W)[:, None]
-        for first in range(0, W, BLOCK):
-            column = (first + tl.arange(0, BLOCK))[None, :]
-            is_word = column < W
-            if PUSH:
-                words = tl.load(local + column, mask=is_word & (row < tl.minimum(N, total))[:, None], other=0)
-                tl.store(remote + column, words, mask=is_word & sent[:, None])
-            else:
-                words = tl.load(remote + column, mask=is_word & sent[:, None], other=0)  # [ROWS, BLOCK]
-                tl.store(local + column, words, mask=is_word & (row < N)[:, None])
-
-
-@triton.jit
-def _half_kernel(
-    rows: tl.tensor, own: tl.tensor, num_exchanges: tl.tensor, index: tl.tensor, num_sent: tl.tensor,
-    M: tl.tensor, W: tl.tensor, start: tl.tensor, half_nbytes: tl.tensor,
-    WRITE: tl.constexpr, K: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-) -> None:  # fmt: skip
-    """Row m of ``rows`` [M, W] is row ``index[m]`` of this rank's half. WRITE: row m of the half is that of ``rows``.
-
-    K = 0: ``index[m]`` is m. K > 1: rows[m] is the sum over j of the half's index[m, j], in fp32, in order of j.
-    Rows of the half from ``num_sent`` on were sent nowhere, and read as 0.
-    """
-    half = (tl.load(num_exchanges) - (0 if WRITE else 1)) & 1
-    place = (own + start + half.to(tl.int64) * half_nbytes).to(tl.pointer_type(rows.dtype.element_ty), bitcast=True)
-    place = tl.multiple_of(place, ALIGN)
-    source = rows if WRITE else place
-    out = place if WRITE else rows
-    limit = tl.load(num_sent)
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    column = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
-    inside = (row < M)[:, None] & (column < W)
-    if K > 1:
-        values = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
-    for j in tl.static_range(K if K > 1 else 1):
-        if K:
-            origin = tl.load(index + row.to(tl.int64) * K + j, mask=row < M, other=0).to(tl.int64)
-        else:
-            origin = row.to(tl.int64)
-        mask = inside
-        if not WRITE:
-            mask &= (origin < limit)[:, None]
-        words = tl.load(source + (origin * W)[:, None] + column, mask=mask, other=0)
-        if K > 1:
-            values += words.to(tl.float32)
-        else:
-            values = words
-    tl.store(out + (row.to(tl.int64) * W)[:, None] + column, values.to(out.dtype.element_ty), mask=inside)
+        source, target = (local, remote) if WRITE else (remote, local)
+        words = tl.load(source + column, mask=is_source[:, None] & (column < W), other=0)  # [ROWS, BLOCK]
+        tl.store(target + column, words, mask=is_target[:, None] & (column < W))
 
 
 _launch_meet = Launches(_meet_kernel, ("N",), num_warps=4)
-_launch_move = Launches(_move_kernel, ("N", "W"), num_warps=_NUM_WARPS)
-_launch_half = Launches(_half_kernel, ("M", "W"), num_warps=_NUM_WARPS)
+_launch_copy = Launches(_copy_kernel, ("N", "W"))
 
 
 def meet(
@@ -231,61 +192,48 @@ def meet(
     counts   None: an exchange like an earlier one, whose plan it is
     timeout  seconds after which a rank that waits in vain ends its process's work on the device with an error
     """
-    sizes = exchange.num_ranks, len(splits)
-    blocks = [triton.next_power_of_2(each) for each in (sizes[0] * sizes[1], sizes[1], sizes[0])]
-    switches = (counts is not None, arrive, wait, not is_interpreted())
+    ranks, own = exchange.num_ranks, len(splits)
+    blocks = _power_of_2(ranks * own), _power_of_2(own), _power_of_2(ranks)
+    switches = (counts is not None, arrive, wait)
     pointers = (*exchange[:4], plan if counts is None else counts, plan, splits)
     spins = int(min(timeout * _SPINS_PER_SECOND, 2**31 - 1))
-    numbers = (most_rows, spins, *Place(exchange, 0).numbers)
-    _launch(_launch_meet, (1, 1), pointers, numbers, (exchange.rank, *sizes, *blocks, *switches))
+    numbers = (most_rows, spins, FLAGS_NBYTES, exchange.half_nbytes)
+    _launch(_launch_meet, (1, 1), pointers, numbers, (exchange.rank, ranks, own, *blocks, *switches))
 
 
-def move_rows(rows: Tensor, place: Place, plan: Tensor, *, push: bool) -> None:
-    """Received rows [N, ...] from the senders' halves; ``push``: to them. ``plan``: see ``meet``."""
-    words, exchange, segments = _words(rows), place.exchange, len(plan) // 2
-    programs = _PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors(rows.device)
-    pointers = (words, exchange.buffers, exchange.num_exchanges, plan)
-    constants = (exchange.num_ranks, segments, segments.bit_length(), push, *_tile(words))
-    _launch(_launch_move, (programs, 1), pointers, (*words.shape, *place.numbers), constants)
+def copy_rows(
+    exchange: Exchange, offset: int, rows: Tensor, plan: Tensor, *, routed: bool, write: bool, shape: Shape
+) -> None:
+    """Rows from this rank's half, where rows that were sent nowhere are 0; ``write``: to it.
 
-
-def copy_half(rows: Tensor, place: Place, plan: Tensor, index: Tensor | None = None, *, write: bool) -> None:
-    """Rows [R, ...] from this rank's half, where rows that were sent nowhere are 0; ``write``: to it.
-
-    index  write: [R], the half gets ``rows[index]``. Else [T, k]: ``rows`` [T, ...] become the sum over j of the
-           half's ``index[t, j]``, in fp32, in order of j, rounded once
+    offset  bytes in front of them in either half
+    rows    [R, ...] of the sender; ``routed``: received rows [N, ...], which are read from the senders' halves, or
+            written to them
+    plan    see ``meet``
     """
-    top_k = 0 if index is None else 1 if index.dim() == 1 else index.shape[1]
-    columns = rows.view(len(rows), -1) if top_k > 1 and len(rows) else _words(rows)
-    length = len(rows) if index is None else len(index)
-    if not length:
-        return
-    exchange, (align, height, block) = place.exchange, _tile(columns)
-    index = exchange.num_exchanges if index is None else index
-    grid = (triton.cdiv(length, height), triton.cdiv(columns.shape[1], block))
-    pointers = (columns, exchange.own, exchange.num_exchanges, index, plan[-1:])
-    numbers = (length, columns.shape[1], *place.numbers)
-    _launch(_launch_half, grid, pointers, numbers, (write, top_k, align, height, block))
+    words = rows.view(rows.shape[0], math.prod(rows.shape[1:]))
+    nbytes = words.shape[1] * words.element_size()
+    align = min(16, nbytes & -nbytes)
+    words = words.view(_WORDS.get(align, torch.int32))
+    block = min(_power_of_2(words.shape[1]), shape.tile)
+    tile = align, min(shape.tile // block, _MOST_ROWS), block
+    constants = (exchange.rank, exchange.num_ranks, plan.shape[0] // 2, routed, write, *tile)
+    programs = shape.programs or _PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors(rows.device)
+    pointers = (words, exchange.buffers, exchange.num_exchanges, plan)
+    numbers = (*words.shape, FLAGS_NBYTES + offset, exchange.half_nbytes)
+    grid = (programs, -(-words.shape[1] // block))
+    _launch(_launch_copy, grid, pointers, numbers, constants, num_warps=shape.num_warps)
 
 
 def _launch(
     kernel: Launches, grid: tuple[int, int], pointers: tuple[Tensor, ...], numbers: tuple[int, ...],
-    constants: tuple[Any, ...],
+    constants: tuple[Any, ...], **options: int,
 ) -> None:  # fmt: skip
-    key = (pointers[0].device, kinds_of(*pointers), numbers, constants)
+    key = (pointers[0].device, kinds_of(*pointers), numbers, constants, *options.values())
     with device_of(pointers[0]):
-        kernel(key, (*grid, 1), *pointers, *numbers, *constants)
+        kernel(key, (*grid, 1), *pointers, *numbers, *constants, **options)
 
 
-def _words(rows: Tensor) -> Tensor:
-    """Contiguous rows as words [rows, words of a row], 4 bytes each where rows are whole words."""
-    flat = rows.view(len(rows), math.prod(rows.shape[1:]))
-    nbytes = flat.shape[1] * flat.element_size()
-    return flat.view(torch.int32 if nbytes % 4 == 0 else torch.int16 if nbytes % 2 == 0 else torch.uint8)
-
-
-def _tile(words: Tensor) -> tuple[int, int, int]:
-    """The bytes that divide a row, and rows and columns of a tile."""
-    nbytes = words.shape[1] * words.element_size()
-    block = min(triton.next_power_of_2(words.shape[1]), _TILE)
-    return min(16, nbytes & -nbytes), min(_TILE // block, _MOST_ROWS), block
+def _power_of_2(number: int) -> int:
+    """The next one; ``triton.next_power_of_2`` takes the host ten times as long."""
+    return 1 << (number - 1).bit_length()

@@ -49,30 +49,35 @@ class SharedExperts(NamedTuple):
 
 
 def share_experts(
-    model: nn.Module, ranks: Ranks, ep: ExpertRanks | None, dispatch: Mapping[str, Any]
+    model: nn.Module, ranks: Ranks, ep: ExpertRanks | None, dispatch: Mapping[str, Any], *, fuse: bool
 ) -> SharedExperts | None:
     """Leave each rank its part of the experts in ``model``. Collective. None: nothing to be done.
 
     ranks      the data-parallel ranks
     ep         None: only experts that are cut over data-parallel ranks already
     dispatch   options of ``TokenDispatcher``
+    fuse       experts of Hugging Face will be converted
 
     Raises ``ValueError``, with the model unchanged, for experts that cannot be shared.
     """
-    grid = make_grid(ranks)
-    cut = _cut_already(model, grid)
+    cut = _cut_already(model, ranks)
+    if not fuse and (ep is not None or any(map(_is_of_hugging_face, cut))):
+        raise ValueError("experts over ranks need fuse=True: fused experts send tokens, those of transformers do not")
     if ep is None:
         if not cut:
             return None
         mesh = next(iter(cut.values()))
     else:
         _check(model, cut)
-        mesh = mesh_of(ep, grid)
-    same = same_place(mesh, grid)
+        mesh = mesh_of(ep, make_grid(ranks))
+    same = same_place(mesh, make_grid(ranks))
     experts: Mapping[Any, Any] = cut or dict.fromkeys(filter(_is_of_hugging_face, model.modules()), mesh)
     size = mesh.size()
-    for module in experts:
-        if _is_of_hugging_face(module) and not cut and module.num_experts % size:
+    for module in filter(_is_of_hugging_face, experts):
+        reason = why_not_experts(module, may_be_split=True) if cut else None
+        if reason is not None:
+            raise ValueError(f"experts that are cut over data-parallel ranks cannot dispatch: {reason}")
+        if not cut and module.num_experts % size:
             raise ValueError(f"ep: {size} ranks do not divide {module.num_experts} experts ({type(module).__name__})")
     dispatchers: dict[int, TokenDispatcher] = {}  # one for all layers: a transport may own memory
     for module in experts:
@@ -146,19 +151,20 @@ def _is_of_hugging_face(module: Any) -> bool:
     return isinstance(module, FusedExperts) or is_experts_class(type(module))
 
 
-def _cut_already(model: nn.Module, grid: RankGrid) -> dict[nn.Module, DeviceMesh]:
-    """The modules with DTensors that are cut along their first dim over data-parallel ranks, with their mesh."""
+def _cut_already(model: nn.Module, ranks: Ranks) -> dict[nn.Module, DeviceMesh]:
+    """The modules with stacks of experts that are cut over data-parallel ranks, with their mesh.
+
+    Stacks have three dims: a matrix that is cut over ranks with other data is a mistake, which the wrapper refuses.
+    """
     found: dict[nn.Module, DeviceMesh] = {}
-    if not can_localize(model):
-        return found
-    here = {rank for group in grid.axes for rank in dist.get_process_group_ranks(group)}
-    for module in model.modules():
-        for param in module.parameters(recurse=False):
-            held: Any = param
-            if not is_one_slice(param) or not held.placements[0].is_shard(0):
-                continue
-            if held.device_mesh.size() > 1 and here.issuperset(held.device_mesh.mesh.tolist()):
-                found[module] = held.device_mesh
+    for module in model.modules() if can_localize(model) else ():
+        own: list[Any] = list(module.parameters(recurse=False))
+        if not own or not all(is_one_slice(each) and each.placements[0].is_shard(0) for each in own):
+            continue
+        if own[0].device_mesh.size() > 1 and any(each.dim() == 3 for each in own):
+            found[module] = own[0].device_mesh
+    here = {rank for group in make_grid(ranks).axes for rank in dist.get_process_group_ranks(group)} if found else set()
+    found = {module: mesh for module, mesh in found.items() if here.issuperset(mesh.mesh.tolist())}
     if len({tuple(mesh.mesh.tolist()) for mesh in found.values()}) > 1:
         raise ValueError("experts are cut over several groups of data-parallel ranks: cut them all over one mesh")
     return found

@@ -19,7 +19,7 @@ HALF_NBYTES = 1 << 16
 
 def exchanges(num_ranks: int, number: int = 0) -> list[Any]:
     """What each rank sees, before exchange ``number``. The halves hold what would be noticed."""
-    flags = exchange_triton.flags_nbytes(num_ranks)
+    flags = exchange_triton.FLAGS_NBYTES
     buffers = [torch.full((flags + 2 * HALF_NBYTES,), 0xFF, dtype=torch.uint8, device=DEVICE) for _ in range(num_ranks)]
     for buffer in buffers:
         buffer[:flags].view(torch.int32).fill_(number)
@@ -47,33 +47,34 @@ def meet(ranks: list[Any], counts: list[Tensor] | None, received: list[Received]
             exchange_triton.meet(exchange, told, mine.plan, mine.splits, most_rows, 60.0, **phases)
 
 
+def copy(rows: Tensor, place: Any, *arguments: Any, **options: Any) -> None:
+    exchange_triton.copy_rows(*place, rows, *arguments, **options, shape=exchange_triton.MANY)
+
+
 def places(exchange: Any, num_experts: int, tensors: list[Tensor], most_sent: int) -> list[Any]:
     found, offset = [], 8 * num_experts
     for tensor in tensors:
         offset = (offset + 15) // 16 * 16
-        found.append(exchange_triton.Place(exchange, offset))
+        found.append((exchange, offset))
         offset += most_sent * tensor[:1].nbytes
     assert offset <= HALF_NBYTES
     return found
 
 
-def send(
-    ranks: list[Any], counts: list[Tensor], sources: list[list[Tensor]], most_rows: int, index: list[Any] | None = None
-) -> list[Received]:
+def send(ranks: list[Any], counts: list[Tensor], sources: list[list[Tensor]], most_rows: int) -> list[Received]:
     num_experts, most_sent = len(counts[0]), max(len(rows) for tensors in sources for rows in tensors)
     received = []
     for rank, tensors in enumerate(sources):
         plan = torch.full((2 * num_experts + 1,), -1, dtype=torch.int32, device=DEVICE)
         for place, source in zip(places(ranks[rank], num_experts, tensors, most_sent), tensors, strict=True):
-            at = None if index is None else index[rank]
-            exchange_triton.copy_half(source.to(DEVICE), place, plan, at, write=True)
+            copy(source.to(DEVICE), place, plan, routed=False, write=True)
         splits = torch.full((num_experts // len(ranks),), -1, device=DEVICE)
         rows = [torch.full((most_rows, *each.shape[1:]), 77, dtype=each.dtype, device=DEVICE) for each in tensors]
         received.append(Received(plan, splits, rows))
     meet(ranks, counts, received, most_rows)
     for exchange, mine in zip(ranks, received, strict=True):
         for place, rows in zip(places(exchange, num_experts, mine.tensors, most_sent), mine.tensors, strict=True):
-            exchange_triton.move_rows(rows, place, mine.plan, push=False)
+            copy(rows, place, mine.plan, routed=True, write=False)
     return received
 
 
@@ -81,13 +82,13 @@ def send_back(ranks: list[Any], received: list[Received], like: list[list[Tensor
     num_experts, most_sent = len(received[0].plan) // 2, max(len(rows) for tensors in like for rows in tensors)
     for exchange, mine in zip(ranks, received, strict=True):
         for place, rows in zip(places(exchange, num_experts, mine.tensors, most_sent), mine.tensors, strict=True):
-            exchange_triton.move_rows(rows, place, mine.plan, push=True)
+            copy(rows, place, mine.plan, routed=True, write=True)
     meet(ranks, None, received, 0)
     back = []
     for exchange, mine, tensors in zip(ranks, received, like, strict=True):
         out = [torch.full_like(each, 55, device=DEVICE) for each in tensors]
         for place, rows in zip(places(exchange, num_experts, out, most_sent), out, strict=True):
-            exchange_triton.copy_half(rows, place, mine.plan, write=False)
+            copy(rows, place, mine.plan, routed=False, write=False)
         back.append(out)
     return back
 
@@ -145,23 +146,22 @@ def test_rows_behind_the_bound_are_dropped_and_come_back_as_zeros() -> None:
     assert second[0][:, 0].tolist() == [11, 12, 0, 0, 0, 0]
 
 
-def test_tokens_are_copied_by_their_index_and_summed_by_it() -> None:
-    """Two experts for each of three tokens, permuted on the way: no tensor of sorted rows on the sender."""
-    ranks = exchanges(2)
-    x = [torch.randn(3, 16).bfloat16() for _ in ranks]
-    copies = [torch.randperm(6) for _ in ranks]
-    counts = [torch.tensor([4, 2]), torch.tensor([0, 6])]
-    index = [each.to(DEVICE) // 2 for each in copies]
-    received = send(ranks, counts, [[each] for each in x], 12, index)
-    rows = [each[order // 2] for each, order in zip(x, copies, strict=True)]
-    for rank, mine in enumerate(received):
-        right, _ = expected(counts, rows, rank)
-        assert torch.equal(mine.tensors[0][: len(right)].cpu(), right)
-    for exchange, mine in zip(ranks, received, strict=True):
-        exchange_triton.move_rows(mine.tensors[0], places(exchange, 2, mine.tensors, 3)[0], mine.plan, push=True)
-    meet(ranks, None, received, 0)
-    for exchange, mine, order, source in zip(ranks, received, copies, x, strict=True):
-        out = torch.full((3, 16), torch.nan, dtype=torch.bfloat16, device=DEVICE)
-        index_of = torch.empty_like(order).scatter_(0, order, torch.arange(6)).view(3, 2).to(DEVICE)
-        exchange_triton.copy_half(out, places(exchange, 2, mine.tensors, 3)[0], mine.plan, index_of, write=False)
-        assert torch.equal(out.cpu(), source + source)
+def test_a_rank_may_be_an_exchange_ahead() -> None:
+    """Rank 0 writes the rows of its next exchange, either way, before rank 1 has read those of the last one."""
+    ranks, counts = exchanges(2), [torch.tensor([0, 3]), torch.tensor([3, 0])]
+    rows, plans = [torch.full((3, 8), rank + 1.0, device=DEVICE) for rank in range(2)], []
+    place = [places(each, 2, rows[:1], 3)[0] for each in ranks]
+    for rank in range(2):
+        plan, splits = (
+            torch.zeros(5, dtype=torch.int32, device=DEVICE),
+            torch.zeros(1, dtype=torch.int64, device=DEVICE),
+        )
+        plans.append(Received(plan, splits, [torch.empty(3, 8, device=DEVICE)]))
+        copy(rows[rank], place[rank], plan, routed=False, write=True)
+    meet(ranks, counts, plans, 3)
+    copy(plans[0].tensors[0], place[0], plans[0].plan, routed=True, write=False)
+    copy(rows[0] * 10, place[0], plans[0].plan, routed=True, write=True)
+    copy(rows[0] * 10, place[0], plans[0].plan, routed=False, write=True)
+    copy(plans[1].tensors[0], place[1], plans[1].plan, routed=True, write=False)
+    assert (plans[0].tensors[0] == 2).all()
+    assert (plans[1].tensors[0] == 1).all()

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ....ddp.collectives.rank_grid import Ranks, check_member, group_or_default, group_size
 from ....ddp.contract.delay_blocks import queue_of_block
+from ....kernels import permute_rows, unpermute_rows
 from ....kernels.quantized import QuantSpec
 from ...dense.compiled_wgrad import run_outside_graph
 from ...recipes import recipe_now
@@ -78,17 +79,17 @@ class TokenDispatcher:
     Rank r of ep holds the experts ``r E / ep`` to ``(r + 1) E / ep - 1``: ``experts`` is a ``GroupedMLP`` of E / ep.
     Mark its parameters ``allreduce = False``, and name the ranks that hold the same experts to the wrapper.
 
-    num_experts  E, those of all ranks
-    group        the ranks that hold one of each expert together, a process group or a mesh of one dim; None: all
-    transport    "all_to_all": any ranks, and the host waits for the split sizes once in each ``dispatch``;
-                 "capacity": any ranks, equal parts, no wait, and rows beyond ``capacity`` are dropped;
-                 "symmetric": GPUs of one NVLink domain, no wait, and ranks have equally many tokens in each call, or
-                 give a ``SymmetricExchange`` with the most;
-                 or a ``TokenTransport``
-    capacity     most rows that a rank sends to one expert, the same on all ranks. ``transport.num_dropped`` counts on
-                 the device those beyond
+    num_experts    E, those of all ranks
+    group          the ranks that hold one of each expert together, a process group or a mesh of one dim; None: all
+    transport      "all_to_all": any ranks, and the host waits for the split sizes once in each ``dispatch``;
+                   "capacity": any ranks, equal parts, no wait, and rows beyond ``capacity`` are dropped;
+                   "symmetric": GPUs of one NVLink domain, no wait but in the first call, which says how many rows a
+                   rank has at most (``SymmetricExchange``);
+                   or a ``TokenTransport``
+    capacity       most rows that a rank sends to one expert, the same on all ranks. ``transport.num_dropped`` counts
+                   those beyond, on the device
     quantize_rows  under a recipe with scales for parts of a row (``Float8BlockScaling``, ``MXFP8BlockScaling``) rows,
-                 and in backward their gradients, travel to the experts in 8 bits
+                   and in backward their gradients, travel to the experts in 8 bits
 
     All ranks call it in one order, a rank without tokens too. One dispatcher may serve all layers. Backward computes
     what a ``WgradQueue(fill_waits=True)`` holds while rows travel. Compiled code breaks its graph at both methods.
@@ -202,11 +203,15 @@ class TokenDispatcher:
         self, rows: Tensor, dispatched: Dispatched, probs: Tensor | None, meanwhile: Callable[[], object] | None
     ) -> Tensor:
         sorting, way, _ = dispatched
-        arrived = self.transport.send_back([rows.detach()], way.sent, meanwhile)
-        (copies,) = _Travelled.apply(partial(self._again, way), arrived, rows)
+        (arrived,) = self.transport.send_back([rows.detach()], way.sent, meanwhile)
         if probs is not None:
+            (copies,) = _Travelled.apply(partial(self._again, way, None), [arrived], rows)
             copies = copies * probs.reshape(-1).index_select(0, sorting.copies)[:, None].to(copies.dtype)
-        return moe_unpermute(copies, sorting)
+            return moe_unpermute(copies, sorting)
+        # As one function, which saves no tensor: a recompute for backward's sake ends before these rows travel.
+        summed = unpermute_rows(arrived, sorting.places)
+        (y,) = _Travelled.apply(partial(self._again, way, sorting.places), [summed], rows)
+        return y  # type: ignore[no-any-return]
 
     # The gradient of each direction is the other one.
 
@@ -214,7 +219,9 @@ class TokenDispatcher:
         back: list[Tensor] = self.transport.send_back(grads, way.sent, way.in_backward)
         return back
 
-    def _again(self, way: _Way, grads: list[Tensor]) -> list[Tensor]:
+    def _again(self, way: _Way, places: Tensor | None, grads: list[Tensor]) -> list[Tensor]:
+        if places is not None:
+            grads = [permute_rows(grads[0], places)]
         return send_rows(self.transport, way.of_grad, grads, way.counts, way.sent, way.in_backward)[0]
 
 

@@ -5,6 +5,7 @@ received tensors have a static number of rows. ``kernels/permutation/exchange_tr
 one meeting of all ranks is enough for each exchange.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -20,12 +21,12 @@ from .transport import Meanwhile
 
 if HAS_TRITON:
     from ....kernels.permutation.exchange_triton import (
+        FEW,
+        FLAGS_NBYTES,
+        MANY,
         Exchange,
-        Place,
-        copy_half,
-        flags_nbytes,
+        copy_rows,
         meet,
-        move_rows,
     )
     from ....kernels.triton_support import is_interpreted
 
@@ -42,24 +43,19 @@ class _Route(NamedTuple):
     splits: Tensor
     rows: int
     """R of this rank."""
-    most_sent: int
-    """Rows of any rank."""
-    most_received: int
-    """S, the same on all ranks."""
 
 
 class SymmetricExchange:
     """See ``TokenTransport``; for ranks whose GPUs address each other's memory, with torch's symmetric memory.
 
-    max_rows         rows of any rank in any call; None: in each call all ranks have as many rows
-    capacity_factor  S / R: rows that a rank receives at most, over those that a rank sends at most. Rows beyond are
-                     dropped: they come back as zeros, and ``num_dropped`` counts them. None: all rows may go to one
-                     rank, and no row is dropped
+    max_rows         R at most, on any rank and in any call; None: the largest of the first call
+    capacity_factor  S / ``max_rows``, S rows being received at most. Rows beyond are dropped: they come back as zeros.
+                     None: the number of ranks, so that all rows may go to one rank
     timeout          seconds, about, after which a rank that waits for others in vain ends with a CUDA error
 
     Exchanges are ordered: streams that call it wait for each other, and all ranks call it in one order. Received rows
-    behind the last expert's are zeros. Buffers are made in the first call, and larger ones when a call needs them; both
-    are collective, and refused in a capture. A graph that was captured needs the object for as long as it is replayed.
+    behind the last expert's are zeros. The first call and those with wider rows than before make buffers: the host
+    waits, and a capture refuses it. A captured graph needs the object for as long as it is replayed.
 
     Raises ``ValueError`` for tensors that are not on CUDA, and for more than ``max_rows`` rows.
     """
@@ -74,74 +70,43 @@ class SymmetricExchange:
         timeout: float = 600.0,
     ) -> None:
         self.group = group
-        self.num_ranks = group.size()
-        self.num_local = num_experts // self.num_ranks
+        self.num_local = num_experts // group.size()
         self.max_rows = max_rows
-        self.capacity_factor = self.num_ranks if capacity_factor is None else capacity_factor
+        self.capacity_factor = group.size() if capacity_factor is None else capacity_factor
         self.timeout = timeout
+        self.num_dropped: Tensor | None = None
+        """[1] int64 on the device: received rows beyond S, in all calls so far; None before the first."""
         self._exchange: Exchange | None = None
         self._memory: list[Any] = []
         """Buffers and what maps those of the others. Graphs may be captured over old ones."""
         self._side: torch.cuda.Stream | None = None
 
-    @property
-    def num_dropped(self) -> Tensor | None:
-        """[1] int64 on the device: rows that this rank received beyond S, in all calls so far; None before the first.
-
-        Only the host's reading it waits.
-        """
-        return None if self._exchange is None else self._exchange.num_dropped
-
     def send(
-        self,
-        tensors: Sequence[Tensor],
-        counts: Tensor,
-        sent: _Route | None = None,
-        meanwhile: Meanwhile = None,
-        *,
-        index: Sequence[Tensor | None] | None = None,
-    ) -> tuple[list[Tensor], Tensor, _Route | None]:
-        """See ``TokenTransport``.
-
-        index  for each tensor [R] or None: the tensor [any, ...] is not sorted, and its rows ``tensor[index]`` are sent
-        """
-        indices = [None] * len(tensors) if index is None else index
-        rows = len(tensors[0] if indices[0] is None else indices[0])
-        route = self._route(rows, counts) if sent is None else sent
+        self, tensors: Sequence[Tensor], counts: Tensor, sent: _Route | None = None, meanwhile: Meanwhile = None
+    ) -> tuple[list[Tensor], Tensor, _Route]:
+        """See ``TokenTransport``."""
+        route = self._route(len(tensors[0]), counts) if sent is None else sent
         told = None if sent is not None else counts.contiguous()
-        lengths = [route.most_received] * len(tensors)
-        return self._travel(tensors, lengths, indices, route, told, meanwhile), route.splits, route
+        return self._travel(tensors, route, told, meanwhile), route.splits, route
 
-    def send_back(
-        self,
-        tensors: Sequence[Tensor],
-        sent: _Route,
-        meanwhile: Meanwhile = None,
-        *,
-        index: Sequence[Tensor | None] | None = None,
-    ) -> list[Tensor]:
-        """See ``TokenTransport``.
-
-        index  for each tensor [T, k] or None: returned are sums [T, ...] over j of the rows ``index[t, j]``, in fp32
-               and in order of j, rounded once
-        """
-        indices = [None] * len(tensors) if index is None else index
-        lengths = [sent.rows if at is None else len(at) for at in indices]
-        return self._travel(tensors, lengths, indices, sent, None, meanwhile, back=True)
+    def send_back(self, tensors: Sequence[Tensor], sent: _Route, meanwhile: Meanwhile = None) -> list[Tensor]:
+        """See ``TokenTransport``."""
+        return self._travel(tensors, sent, None, meanwhile, back=True)
 
     def _route(self, rows: int, counts: Tensor) -> _Route:
-        most = rows if self.max_rows is None else self.max_rows
-        if rows > most:
-            raise ValueError(f"SymmetricExchange: {rows} rows, and max_rows is {most}")
-        plan = counts.new_empty(2 * self.num_ranks * self.num_local + 1, dtype=torch.int32)
-        splits = counts.new_empty(self.num_local, dtype=torch.int64)
-        return _Route(plan, splits, rows, most, math.ceil(most * self.capacity_factor))
+        if self.max_rows is None:
+            _refuse_capture(counts)
+            most = torch.tensor(rows, device=counts.device)
+            dist.all_reduce(most, dist.ReduceOp.MAX, self.group)
+            self.max_rows = int(most)
+        if rows > self.max_rows:
+            raise ValueError(f"SymmetricExchange: {rows} rows, and max_rows={self.max_rows}: give a larger one")
+        plan = counts.new_empty(2 * len(counts) + 1, dtype=torch.int32)
+        return _Route(plan, counts.new_empty(self.num_local, dtype=torch.int64), rows)
 
     def _travel(
         self,
         tensors: Sequence[Tensor],
-        lengths: Sequence[int],
-        indices: Sequence[Tensor | None],
         route: _Route,
         counts: Tensor | None,
         meanwhile: Meanwhile,
@@ -150,76 +115,63 @@ class SymmetricExchange:
     ) -> list[Tensor]:
         """One exchange, on the current stream, or beside ``meanwhile`` on a side stream that the current waits for."""
         sources = [each.contiguous() for each in tensors]
-        results = [each.new_empty(length, *each.shape[1:]) for each, length in zip(tensors, lengths, strict=True)]
-        places = self._places(sources, route)
+        exchange, offsets = self._places(sources, route)
+        most = math.ceil(self.capacity_factor * (self.max_rows or 0))
+        results = [each.new_empty(route.rows if back else most, *each.shape[1:]) for each in tensors]
+        shape = MANY if meanwhile is None else FEW
 
-        def exchange() -> None:
-            for source, place, at in zip(sources, places, indices, strict=True):
-                if back:
-                    move_rows(source, place, route.plan, push=True)
-                else:
-                    copy_half(source, place, route.plan, at, write=True)
-            meet(places[0].exchange, counts, route.plan, route.splits, route.most_received, self.timeout)
-            for result, place, at in zip(results, places, indices, strict=True):
-                if back:
-                    copy_half(result, place, route.plan, at, write=False)
-                else:
-                    move_rows(result, place, route.plan, push=False)
+        def run() -> None:
+            # Rows of the receiver are routed by the plan, on either side of the meeting.
+            for offset, source in zip(offsets, sources, strict=True):
+                copy_rows(exchange, offset, source, route.plan, routed=back, write=True, shape=shape)
+            meet(exchange, counts, route.plan, route.splits, most, self.timeout)
+            for offset, result in zip(offsets, results, strict=True):
+                copy_rows(exchange, offset, result, route.plan, routed=not back, write=False, shape=shape)
 
         if meanwhile is None:
-            exchange()
+            run()
             return results
         stream = current_stream(route.plan.device)
         if self._side is None:
             self._side = torch.cuda.Stream(route.plan.device, priority=-1)
         self._side.wait_stream(stream)
         with OnStream(self._side):
-            exchange()
+            run()
         try:
             meanwhile()
         finally:
             stream.wait_stream(self._side)  # memory of this call is the current stream's again
         return results
 
-    def _places(self, tensors: Sequence[Tensor], route: _Route) -> list[Place]:
-        """Where each tensor lies in the buffers, which are made, or made larger, where it does not fit."""
-        ends = [_aligned(4 * len(route.plan))]  # counts lie in front
-        for each in tensors:
-            nbytes = route.most_sent * math.prod(each.shape[1:]) * each.element_size()
-            ends.append(ends[-1] + _aligned(nbytes))
-        exchange = self._exchange
-        if exchange is None or exchange.half_nbytes < ends[-1]:
-            exchange = self._exchange = self._make(ends[-1], tensors[0].device)
-        return [Place(exchange, offset) for offset in ends[:-1]]
+    def _places(self, tensors: Sequence[Tensor], route: _Route) -> tuple[Exchange, list[int]]:
+        """The buffers, and where each tensor lies in a half of them; larger buffers where they do not fit."""
+        nbytes = [4 * len(route.plan)]  # counts lie in front
+        nbytes += [(self.max_rows or 0) * math.prod(each.shape[1:]) * each.element_size() for each in tensors]
+        *offsets, end = itertools.accumulate(-(-each // _ALIGNMENT) * _ALIGNMENT for each in nbytes)
+        if self._exchange is None or self._exchange.half_nbytes < end:
+            self._exchange = self._make(end, route.plan)
+        return self._exchange, offsets
 
-    def _make(self, half_nbytes: int, device: torch.device) -> Exchange:
-        if not HAS_TRITON or not (device.type == "cuda" or is_interpreted()):
-            raise ValueError(f"SymmetricExchange needs Triton and tensors on CUDA; got {device}")
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                f"SymmetricExchange: an exchange of {half_nbytes} bytes in a capture needs buffers first: run it once "
-                f"before, with as many rows"
-            )
+    def _make(self, half_nbytes: int, like: Tensor) -> Exchange:
+        if not HAS_TRITON or not (like.is_cuda or is_interpreted()):
+            raise ValueError(f"SymmetricExchange needs Triton and tensors on CUDA; got {like.device}")
+        _refuse_capture(like)
         memory: Any = symmetric_memory()
-        own = memory.empty(flags_nbytes(self.num_ranks) + 2 * half_nbytes, dtype=torch.uint8, device=device)
+        ranks = self.group.size()
+        own = memory.empty(FLAGS_NBYTES + 2 * half_nbytes, dtype=torch.uint8, device=like.device)
         own.zero_()
         # No rank signals before all have cleared their flags, since all must come to the rendezvous.
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        if like.is_cuda:
+            torch.cuda.synchronize(like.device)
         handle = memory.rendezvous(own, self.group.group_name)
         self._memory.append((own, handle))
-        peers = [handle.get_buffer(rank, (1,), torch.uint8).data_ptr() for rank in range(self.num_ranks)]
-        dropped = self.num_dropped
-        return Exchange(
-            torch.tensor(peers, device=device),
-            own,
-            torch.zeros(1, dtype=torch.int32, device=device),
-            torch.zeros(1, dtype=torch.int64, device=device) if dropped is None else dropped,
-            self.group.rank(),
-            self.num_ranks,
-            half_nbytes,
-        )
+        peers = [handle.get_buffer(rank, (1,), torch.uint8).data_ptr() for rank in range(ranks)]
+        if self.num_dropped is None:
+            self.num_dropped = like.new_zeros(1, dtype=torch.int64)
+        table = like.new_tensor(peers, dtype=torch.int64)
+        return Exchange(table, own, like.new_zeros(1), self.num_dropped, self.group.rank(), ranks, half_nbytes)
 
 
-def _aligned(nbytes: int) -> int:
-    return (nbytes + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT
+def _refuse_capture(tensor: Tensor) -> None:
+    if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("SymmetricExchange: buffers cannot be made in a capture: run the captured code once before")

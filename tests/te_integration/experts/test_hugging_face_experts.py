@@ -486,7 +486,7 @@ def test_experts_under_a_recipe(name: str, recipe: type) -> None:
 
 def test_the_program_of_the_docs(capsys: pytest.CaptureFixture[str]) -> None:
     page = Path(__file__).resolve().parents[3] / "docs/mixture_of_experts.md"
-    program, _ = re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL)
+    program, *_ = re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL)
     torch.manual_seed(0)
     names: dict[str, Any] = {}
     exec(program, names)

@@ -53,9 +53,9 @@ def run(how: str, frozen: Sequence[str] = ()) -> list[Tensor | None]:
             y = torch.func.functional_call(duplicate, dict(block.named_parameters()), (y,))
         elif how.startswith("recompute"):
             y = checkpoint(block, y, use_reentrant=how.endswith("reentrant"))
-        elif how == "delay":
+        elif how.startswith("delay"):
             with delayed_wgrad(queue):
-                y = block(y)
+                y = checkpoint(block, y, use_reentrant=False) if how.endswith("recompute") else block(y)
         else:
             y = block(y)
     y.square().sum().backward()
@@ -64,7 +64,15 @@ def run(how: str, frozen: Sequence[str] = ()) -> list[Tensor | None]:
 
 
 @pytest.mark.parametrize(
-    "how", ["recompute", "recompute, reentrant", "delay", "copy", pytest.param("compile", marks=pytest.mark.in_turn)]
+    "how",
+    [
+        "recompute",
+        "recompute, reentrant",
+        "delay",
+        "delay, recompute",
+        "copy",
+        pytest.param("compile", marks=pytest.mark.in_turn),
+    ],
 )
 def test_gradients_are_the_same(how: str) -> None:
     for found, expected in zip(simulate(run, 2, how), simulate(run, 2, "plainly"), strict=True):
@@ -73,6 +81,22 @@ def test_gradients_are_the_same(how: str) -> None:
         tolerance = 1e-6 if how == "compile" else 0.0
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one, other, rtol=0.0, atol=tolerance)
+
+
+def test_a_recompute_sends_no_row_back() -> None:
+    """Backward needs the rows of the experts again, and not what the block returns."""
+    events: list[tuple[int, str]] = []
+
+    def launches(recompute: bool) -> None:
+        block, x = Block(), make_tokens(dist.get_rank(), 5).x.requires_grad_()
+        (checkpoint(block, x, use_reentrant=False) if recompute else block(x)).sum().backward()
+
+    numbers = []
+    for recompute in (False, True):
+        events.clear()
+        simulate(launches, 2, recompute, schedule=events)
+        numbers.append(sum(rank == 0 and event.startswith("launch all_to_all") for rank, event in events))
+    assert numbers == [7, 10]  # counts, rows and probabilities once more
 
 
 def test_real_ranks_compute_what_simulated_ones_do() -> None:
@@ -140,7 +164,8 @@ def test_second_derivatives_are_refused_by_name() -> None:
 
 def of_the_docs() -> tuple[float, list[Tensor], list[Tensor]]:
     page = Path(__file__).resolve().parents[4] / "docs/mixture_of_experts.md"
-    _, program = re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL)
+    section = page.read_text().partition("\n## Experts over ranks\n")[2]
+    program, *_ = re.findall(r"```python\n(.*?)```", section, flags=re.DOTALL)
     names: dict[str, Any] = {}
     exec(program, names)
     experts = [param for param in names["model"].parameters() if not getattr(param, "allreduce", True)]

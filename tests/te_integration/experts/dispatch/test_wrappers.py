@@ -31,6 +31,7 @@ WRAPPERS: dict[str, dict[str, Any] | None] = {
     "ZeRO-1": {"overlap_grad_reduce": True, "use_distributed_optimizer": True, "overlap_param_gather": True},
     "ZeRO-3": None,
 }
+HYBRID = {"use_distributed_optimizer": True, "num_distributed_optimizer_instances": 2}
 
 
 class Block(nn.Module):
@@ -102,9 +103,10 @@ def over_ranks(wrapper: str, ep: int, delayed: bool = False) -> list[Step]:
     group, edp = rank_groups(ep)
     model = Block(group.rank(), ep, TokenDispatcher(EXPERTS, group), fused=True)
     same = (edp if edp.size() > 1 else WORLD_OF_ONE) if ep > 1 else None
-    if WRAPPERS[wrapper] is None:
+    options = HYBRID if wrapper == "hybrid" else WRAPPERS[wrapper]
+    if options is None:
         return sharded(model, same, lambda step: loss_of(model, batch(step, dist.get_rank())))
-    config = DistributedDataParallelConfig(bucket_size=200, **WRAPPERS[wrapper])
+    config = DistributedDataParallelConfig(bucket_size=200, **options)
     ddp = DistributedDataParallel(model, config, expert_process_group=same)
     return replicated(model, ddp, lambda step: loss_of(ddp, batch(step, dist.get_rank())), delayed)
 
@@ -189,6 +191,10 @@ def assert_as_plain(parts: list[list[Step]], batches: int) -> None:
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_five_clipped_steps_are_those_of_one_process(wrapper: str, ranks: int, ep: int) -> None:
     assert_as_plain(simulate(over_ranks, ranks, wrapper, ep), ranks)
+
+
+def test_experts_in_two_instances_of_four_ranks() -> None:
+    assert_as_plain(simulate(over_ranks, 8, "hybrid", 2), 8)
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
