@@ -96,14 +96,9 @@ class Config:
         if settings.cuda_graph is True:
             self._check_graph()
         self.mesh.check_model(model, settings.sequence_length)
-        remedy = "draws other masks on each tensor-parallel rank, which no graph can: set train.cuda_graph = false"
-        captures = self.mesh.tp > 1 and settings.cuda_graph is not False
-        model.require(not (captures and model.dropout), "dropout", remedy)
-        remedy = (
-            "draws other masks on each tensor-parallel rank, which no compiled block can: set train.compile = false"
-        )
-        compiles = self.mesh.tp > 1 and settings.compile
-        model.require(not (compiles and model.dropout), "dropout", remedy)
+        remedy = "would differ where tensor-parallel ranks have the same activations: set mesh.sequence_parallel = true"
+        same = self.mesh.tp > 1 and not self.mesh.sequence_parallel
+        model.require(not (same and model.dropout), "dropout", remedy)
         remedy = (
             "updates whole matrices, of which tensor-parallel ranks have slices: set mesh.tp = 1, or another optimizer"
         )

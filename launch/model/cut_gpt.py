@@ -61,7 +61,6 @@ def cut_gpt(model: GPT, group: dist.ProcessGroup, *, sequence_parallel: bool = F
             cut(module.out, "row", module.split[:1])
             module.num_heads, module.num_kv_heads = module.num_heads // size, module.num_kv_heads // size
             module.split = module.qkv.matrix_rows = [rows // size for rows in module.split]
-            module.tensor_group = group
         elif isinstance(module, FeedForward):
             width = module.down.in_features
             cut(module.gate_up, "column", [width, width])

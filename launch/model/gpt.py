@@ -26,7 +26,7 @@ from ...te_integration import Embedding, Linear, LinearCrossEntropy, TokenDispat
 from ...te_integration.dense.products import Ranks
 from ...te_integration.dense.tensor_parallel import from_rows
 from ..config.run import ModelConfig
-from ..parallelizing.exchanges import ALONE, ContextRanks, draws_apart, ring_attention, ulysses
+from ..parallelizing.exchanges import ALONE, ContextRanks, ring_attention, ulysses
 from .feed_forward import FeedForward, make_linear
 from .loss import count_targets, find_padding, mean_loss
 from .moe import MixtureOfExperts, RouterStats, router_losses
@@ -69,8 +69,6 @@ class Attention(nn.Module):
         self.qkv = make_linear(config, config.dim, sum(self.split), device, delay_wgrad)
         self.qkv.matrix_rows = self.split  # for Muon
         self.out = make_linear(config, config.dim, config.dim, device, delay_wgrad)
-        self.tensor_group: dist.ProcessGroup | None = None
-        """The ranks that have the other heads' parts of both weights."""
         self.context = ALONE
         """The ranks that have the other parts of the sequences."""
 
@@ -88,16 +86,8 @@ class Attention(nn.Module):
         dropout = self.dropout if self.training else 0.0
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            with draws_apart(self.tensor_group if dropout else None, q.device):
-                return F.scaled_dot_product_attention(
-                    q,
-                    k,
-                    v,
-                    attn_mask=mask,
-                    is_causal=mask is None,
-                    dropout_p=dropout,
-                    enable_gqa=k.shape[1] != q.shape[1],
-                )
+            gqa = k.shape[1] != q.shape[1]
+            return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=mask is None, enable_gqa=gqa)
 
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
         if self.context.ring and self.context.group is not None:

@@ -1,15 +1,13 @@
-"""What the ranks that compute one sample exchange beside the products of their layers.
+"""What context-parallel ranks exchange for attention.
 
 Context-parallel ranks have a part of each sequence. ``ulysses`` lets their attention see whole sequences, of some heads
-(Jacobs et al., 2023). In ``ring_attention`` keys and values travel (Liu et al., 2023). Tensor-parallel ranks have parts
-of the weights: ``draws_apart`` is for random numbers of what they compute apart.
+(Jacobs et al., 2023). In ``ring_attention`` keys and values travel (Liu et al., 2023).
 
 Legend: n ranks of the group, B sequences, H heads, T tokens of a whole sequence, C width of a head.
 """
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +17,7 @@ from torch import Tensor
 
 from ...kernels.compat import on_first_use
 
-__all__ = ["ALONE", "ContextRanks", "draws_apart", "ring_attention", "ulysses"]
+__all__ = ["ALONE", "ContextRanks", "ring_attention", "ulysses"]
 
 _RING = "torch.distributed.tensor.experimental._context_parallel._attention._templated_ring_attention"
 _LOSS = 'mesh.cp_attention = "ring" has no attention'
@@ -106,21 +104,6 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup) ->
     copies = q.shape[1] // k.shape[1]
     mixed: Tensor = _Ring.apply(q, k.repeat_interleave(copies, dim=1), v.repeat_interleave(copies, dim=1), group)
     return mixed
-
-
-@contextmanager
-def draws_apart(group: dist.ProcessGroup | None, device: torch.device) -> Iterator[None]:
-    """Random numbers in this context differ between the ranks of ``group``; behind it they are equal again.
-
-    The seed is drawn from the host's generator, so that recomputation draws the same numbers.
-    """
-    if group is None:
-        yield
-        return
-    seed = int(torch.randint(2**62, ()))
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(seed + group.rank())
-        yield
 
 
 def _exchange(parts: Tensor, group: dist.ProcessGroup) -> Tensor:

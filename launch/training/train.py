@@ -186,11 +186,8 @@ class _Trainer:
         """One optimizer step; returns this rank's mean loss over its microbatches, on the device."""
         settings, recorder = self.config.train, self.recorder
         recorder.step_begins(step)
-        # Seed, step and rank determine dropout, so a checkpoint needs no random state. Tensor-parallel ranks draw the
-        # same for what each of them computes whole; under sequence parallelism they have different tokens.
-        runtime = self.runtime
-        part = runtime.rank if runtime.mesh.sequence_parallel else runtime.loss_rank
-        entropy = np.random.SeedSequence([settings.seed, step, part])
+        # Seed, step and rank determine dropout, so a checkpoint needs no random state.
+        entropy = np.random.SeedSequence([settings.seed, step, self.runtime.rank])
         torch.manual_seed(int(entropy.generate_state(1, np.uint64)[0]))
         batches = [self._batch(step, microbatch) for microbatch in range(settings.num_microbatches)]
         inputs = torch.stack([each.inputs for each in batches])

@@ -83,23 +83,27 @@ FAULTS = [
     ),
     Fault(
         "75g-masks-of-dropout-are-equal-in-all-heads",
-        sentence="Tensor-parallel ranks draw the same masks for their heads.",
-        tests=[
-            EXCHANGES + "test_draws_differ_inside_and_are_equal_outside",
-            CUT + "test_dropout_is_equal_on_what_every_rank_has_and_differs_between_heads",
-        ],
-        changes=[Change("maingrad.launch.parallelizing.exchanges", "draws_apart", "(seed + group.rank())", "(seed)")],
-    ),
-    Fault(
-        "75h-masks-of-dropout-differ-on-what-every-rank-has",
-        sentence="Tensor-parallel ranks drop other activations of those that each of them computes whole.",
-        tests=[TRAIN + "test_ranks_with_the_same_tokens_draw_the_same"],
+        sentence="Tensor-parallel ranks draw the same masks for their heads, and for their parts of a sequence.",
+        tests=[TRAIN + "test_each_rank_draws_for_its_heads_and_tokens"],
         changes=[
             Change(
                 "maingrad.launch.training.train",
                 "_Trainer._step",
-                "runtime.rank if runtime.mesh.sequence_parallel else runtime.loss_rank",
-                "runtime.rank",
+                "[settings.seed, step, self.runtime.rank]",
+                "[settings.seed, step, self.runtime.loss_rank]",
+            )
+        ],
+    ),
+    Fault(
+        "75h-no-word-is-said-of-dropout-on-what-every-rank-has",
+        sentence="Tensor-parallel ranks drop other activations of those that each of them computes whole.",
+        tests=["tests/launch/config/test_mesh_table.py::test_what_cannot_be_cut_is_refused"],
+        changes=[
+            Change(
+                "maingrad.launch.config.run",
+                "Config.__post_init__",
+                "same and model.dropout",
+                "False and model.dropout",
             )
         ],
     ),

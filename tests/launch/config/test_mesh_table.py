@@ -57,10 +57,9 @@ EXPERTS = {"num_experts": 4, "top_k": 2, "expert_ffn_dim": 8}
             {"mesh": {"tp": 2}, "model": {"num_experts": 2, "top_k": 1, "expert_ffn_dim": 8}},
             r"mesh\.tp = 2: must be 1 with model\.num_experts",
         ),
-        ({"mesh": {"tp": 2}, "model": {"dropout": 0.1}}, r"model\.dropout = 0\.1: .* set train\.cuda_graph = false"),
         (
-            {"mesh": {"tp": 2}, "model": {"dropout": 0.1}, "train": {"cuda_graph": False, "compile": True}},
-            r"model\.dropout = 0\.1: .* set train\.compile = false",
+            {"mesh": {"tp": 2}, "model": {"dropout": 0.1}},
+            r"model\.dropout = 0\.1: .* set mesh\.sequence_parallel = true",
         ),
         ({"mesh": {"tp": 2}, "optimizer": {"name": "muon"}}, r"optimizer\.name = 'muon': .* set mesh\.tp = 1"),
     ],

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig
 from maingrad.launch import make_optimizer, parallelize, simulate
-from maingrad.launch.parallelizing.exchanges import ContextRanks, draws_apart, ring_attention, ulysses
+from maingrad.launch.parallelizing.exchanges import ContextRanks, ring_attention, ulysses
 from maingrad.te_integration import Linear
 
 HEADS, WIDTH, LENGTH, ROWS = 8, 4, 16, 8
@@ -76,24 +76,6 @@ def test_heads_that_do_not_divide():
             ulysses(causal, x, x, x, dist.group.WORLD)
 
     simulate(job, 2)
-
-
-def test_draws_differ_inside_and_are_equal_outside():
-    def job() -> tuple[Tensor, ...]:
-        torch.manual_seed(3)
-        before = torch.get_rng_state()
-        with draws_apart(dist.group.WORLD, torch.device("cpu")):
-            inside = torch.rand(64)
-        outside = torch.rand(64)
-        torch.set_rng_state(before)
-        with draws_apart(dist.group.WORLD, torch.device("cpu")):
-            again = torch.rand(64)
-        return inside, outside, again
-
-    (inside, outside, again), (other, other_outside, _) = simulate(job, 2)
-    assert not torch.equal(inside, other)
-    assert torch.equal(outside, other_outside)
-    assert torch.equal(inside, again), "recomputation draws the same"
 
 
 # ---- A user's model, whose attention asks ``ulysses``, under the wrappers. ----

@@ -227,10 +227,7 @@ def test_experts_move_where_a_run_goes_on(tmp_path: Path):
         assert numbers == pytest.approx([*losses, *expected[6 + at // 4 : 8], *norms, *routers], rel=2e-6), name
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_ranks_with_the_same_tokens_draw_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sequence_parallel: bool
-):
+def test_each_rank_draws_for_its_heads_and_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     drawn: dict[int, list[int]] = {}
     iteration = _Trainer._iteration
 
@@ -240,9 +237,6 @@ def test_ranks_with_the_same_tokens_draw_the_same(
 
     monkeypatch.setattr(_Trainer, "_iteration", spied)
     changes = {"model": {"dropout": 0.1}, "train": {"steps": 3, "cuda_graph": False}}
-    mesh = {"tp": 2, "cp": 2, "sequence_parallel": sequence_parallel}
-    run(tmp_path, "zero1", 4, mesh=mesh, **changes)
-    assert len(drawn[0]) == len(set(drawn[0])) == 3
-    for rank in (0, 2):
-        assert (drawn[rank] == drawn[rank + 1]) is not sequence_parallel, "a seed for each part of the batch"
-    assert len({seeds[0] for seeds in drawn.values()}) == (4 if sequence_parallel else 2)
+    run(tmp_path, "zero1", 4, mesh={"cp": 2} | HALVES, **changes)
+    seeds = [seed for of_rank in drawn.values() for seed in of_rank]
+    assert len(set(seeds)) == len(seeds) == 4 * 3
