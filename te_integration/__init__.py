@@ -11,6 +11,7 @@ from .dense.layer_norm_linear import LayerNormLinear as LayerNormLinear
 from .dense.layer_norm_mlp import LayerNormMLP as LayerNormMLP
 from .dense.linear import Linear as Linear
 from .experts.dispatch.dispatcher import TokenDispatcher as TokenDispatcher
+from .experts.dispatch.symmetric import SymmetricExchange as SymmetricExchange
 from .experts.dispatch.transport import TokenTransport as TokenTransport
 from .experts.grouped_linear import GroupedLinear as GroupedLinear
 from .experts.grouped_mlp import GroupedMLP as GroupedMLP
@@ -54,6 +55,7 @@ __all__ = [
     "ScaledClampedQGeGLU",
     "ScaledSwiGLU",
     "Sequential",
+    "SymmetricExchange",
     "TokenDispatcher",
     "TokenTransport",
     "WgradQueue",

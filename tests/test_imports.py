@@ -116,6 +116,7 @@ PUBLIC = {
         "ScaledClampedQGeGLU",
         "ScaledSwiGLU",
         "Sequential",
+        "SymmetricExchange",
         "TokenDispatcher",
         "TokenTransport",
         "WgradQueue",

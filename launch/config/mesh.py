@@ -58,6 +58,11 @@ class MeshConfig(Table):
         self.require(self.ep > 1 or self.transport == "all_to_all", "transport", remedy)
 
     @property
+    def waits_for_rows(self) -> bool:
+        """Whether the host waits for numbers of rows, so that no step is a CUDA graph."""
+        return self.ep > 1 and self.transport == "all_to_all"
+
+    @property
     def ranks_of_sample(self) -> int:
         """Number of ranks that compute one sample together."""
         return self.tp * self.cp

@@ -127,9 +127,8 @@ class Config:
             "does not go with ddp.check_for_nan_in_grad and ddp.check_replicas_every, which read results on the host"
         )
         settings.require(not reads, "cuda_graph", remedy)
-        waits = self.mesh.ep > 1 and self.mesh.transport == "all_to_all"
         remedy = 'does not go with mesh.transport = "all_to_all", which waits for numbers of rows: set "symmetric"'
-        settings.require(not waits, "cuda_graph", remedy)
+        settings.require(not self.mesh.waits_for_rows, "cuda_graph", remedy)
         remedy = 'does not go with data.documents = "mask" and "pad": numbers of targets differ from step to step'
         settings.require(self.data.documents == "join", "cuda_graph", remedy)
         remedy = (

@@ -119,7 +119,8 @@ class _Trainer:
         self.scheduler = LambdaLR(self.wrapped.optimizer, lambda step: lr_factor(config.optimizer, step, pace.fraction))
         self.saver = RunSaver(config, self.wrapped, is_main=runtime.is_main, say=display.message)
         self.profiler = StepProfiler(config, runtime)
-        self.graphed = self.wrapped.graphed(self._iteration, settings.cuda_graph)
+        how = False if config.mesh.waits_for_rows else settings.cuda_graph
+        self.graphed = self.wrapped.graphed(self._iteration, how)
         self.validated = True
         """False if an interrupted run ended before the validation that was due."""
         if resume_from is not None:

@@ -165,3 +165,12 @@ def test_a_rank_may_be_an_exchange_ahead() -> None:
     copy(plans[1].tensors[0], place[1], plans[1].plan, routed=True, write=False)
     assert (plans[0].tensors[0] == 2).all()
     assert (plans[1].tensors[0] == 1).all()
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="the error is the device's, for all later tests too")
+def test_a_rank_that_waits_in_vain_ends_with_an_error() -> None:
+    first, _ = exchanges(2)
+    plan, splits = torch.zeros(5, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
+    # The interpreter has no PTX: it raises at the trap.
+    with pytest.raises(Exception, match="inline_asm"):
+        exchange_triton.meet(first, torch.tensor([1, 1]), plan, splits, 2, 1e-5)

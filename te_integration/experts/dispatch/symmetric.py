@@ -143,7 +143,7 @@ class SymmetricExchange:
             stream.wait_stream(self._side)  # memory of this call is the current stream's again
         return results
 
-    def _places(self, tensors: Sequence[Tensor], route: _Route) -> tuple[Exchange, list[int]]:
+    def _places(self, tensors: Sequence[Tensor], route: _Route) -> "tuple[Exchange, list[int]]":
         """The buffers, and where each tensor lies in a half of them; larger buffers where they do not fit."""
         nbytes = [4 * len(route.plan)]  # counts lie in front
         nbytes += [(self.max_rows or 0) * math.prod(each.shape[1:]) * each.element_size() for each in tensors]
@@ -152,7 +152,7 @@ class SymmetricExchange:
             self._exchange = self._make(end, route.plan)
         return self._exchange, offsets
 
-    def _make(self, half_nbytes: int, like: Tensor) -> Exchange:
+    def _make(self, half_nbytes: int, like: Tensor) -> "Exchange":
         if not HAS_TRITON or not (like.is_cuda or is_interpreted()):
             raise ValueError(f"SymmetricExchange needs Triton and tensors on CUDA; got {like.device}")
         _refuse_capture(like)

@@ -282,6 +282,19 @@ def test_state_dicts_are_whole_and_take_whole_ones() -> None:
         assert all(torch.equal(found[name], each) for name, each in whole.items())
 
 
+@pytest.mark.in_turn
+def test_gradients_of_sharded_stacks_are_of_all_experts() -> None:
+    def gradient(ep: int | None) -> Tensor:
+        model: Any = parallelize(tiny("mixtral"), "zero3", ep=ep)
+        model(input_ids=tokens_of(0), labels=tokens_of(0)).loss.backward()
+        whole: Tensor = model.model.layers[0].mlp.experts.gate_up_proj.grad.full_tensor()
+        return whole
+
+    expected = simulate(gradient, 2, None)[0]
+    for found in simulate(gradient, 2, 2):
+        assert (found - expected).norm() <= 2e-5 * expected.norm()
+
+
 def test_experts_on_meta_are_drawn_whole() -> None:
     """Ranks of one seed have parts of one draw, and not one draw each."""
 

@@ -46,7 +46,8 @@ def run(how: str, frozen: Sequence[str] = ()) -> list[Tensor | None]:
     queue = WgradQueue(fill_waits=True)
     for block in blocks:
         if how == "compile":
-            y = torch.compile(block, backend="eager")(y)
+            with delayed_wgrad(queue):
+                y = torch.compile(block, backend="aot_eager")(y)
         elif how == "copy":
             duplicate = copy.deepcopy(block)
             duplicate.load_state_dict(block.state_dict())
@@ -170,7 +171,7 @@ def of_the_docs() -> tuple[float, list[Tensor], list[Tensor]]:
     exec(program, names)
     experts = [param for param in names["model"].parameters() if not getattr(param, "allreduce", True)]
     dense = [param for param in names["model"].parameters() if getattr(param, "allreduce", True)]
-    return float(names["loss"]), values(experts), values(dense)
+    return float(names["loss"].detach()), values(experts), values(dense)
 
 
 def values(params: list[nn.Parameter]) -> list[Tensor]:
