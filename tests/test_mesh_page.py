@@ -128,6 +128,7 @@ def norm_of_torchs(block: str) -> tuple[float, int]:
     return float(nn.utils.clip_grad_norm_(model.parameters(), 1.0)), writes
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("block", [TORCH, SHARDED], ids=["ddp", "fully_shard"])
 def test_torchs_tensor_parallelism(block: str) -> None:
     plain = Model()
@@ -177,6 +178,7 @@ def save_and_load(folder: Path) -> bool:
     return all(map(torch.equal, before, model.parameters()))
 
 
+@pytest.mark.in_turn
 def test_checkpoints(tmp_path: Path) -> None:
     assert all(simulate(save_and_load, 8, tmp_path / "step-100"))
 

@@ -143,6 +143,7 @@ def test_the_job_saves_and_queues_again_before_its_time_ends(tmp_path: Path) -> 
     assert (tmp_path / "requeued").read_text() == "7\n", "a job that is done is not queued again"
 
 
+@pytest.mark.in_turn
 def test_each_node_starts_its_torchrun(tmp_path: Path) -> None:
     # One write a process: those of two would lie between each other.
     says = "import signal, sys; sys.stdout.write(repr([*sys.argv[1:], signal.getsignal(15).name]) + chr(10))"
@@ -176,6 +177,7 @@ def test_the_saved_job_is_queued_again_and_a_finished_one_is_not(tmp_path: Path)
         (tmp_path / "1").unlink()
 
 
+@pytest.mark.in_turn
 def test_a_job_that_fails_does_not_queue_again(tmp_path: Path) -> None:
     job = cluster(tmp_path, "a.toml", torchrun="raise SystemExit(3)")
     said, _ = job.communicate(timeout=60)

@@ -125,6 +125,7 @@ def outcome_in_fp64(program: Program, way: str) -> dict[str, Any]:
     return exactly(outcome, program, way)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("way", WAYS[1:])
 @pytest.mark.sampled(1)
 def test_trains_in_processes(way: str) -> None:

@@ -75,6 +75,7 @@ def groups_of_meshes() -> list[list[int]]:
     return [dist.get_process_group_ranks(mesh[name].get_group()) for mesh in meshes for name in mesh.mesh_dim_names]
 
 
+@pytest.mark.in_turn
 def test_a_mesh_has_groups_along_each_dim() -> None:
     found = run_ranks(groups_of_meshes, 4)
     for rank, groups in enumerate(found):

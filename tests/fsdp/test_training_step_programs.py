@@ -58,6 +58,7 @@ class Step:
         return loss.detach()
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("placements", ["zero2", "zero3"])
 @pytest.mark.sampled(1)
 def test_an_average_in_the_step(placements: str) -> None:

@@ -80,6 +80,7 @@ def test_a_capture_that_fails(extra: Callable[[Job], Any], error: type[Exception
     simulate(program, 2)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("placements", ["zero1", "zero2", "zero3"])
 def test_after_a_capture_that_fails_a_forward_has_the_weights_of_the_last_step(placements: str) -> None:
     """The gathers of the capture were recorded and never ran, also where whole parameters stay in memory."""

@@ -95,6 +95,7 @@ def test_triton_sums_exactly(
     assert torch.equal(main_grad.cpu(), expected)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("length", [15, 16, 17, 33, 160, 600])
 @pytest.mark.sampled(3)
 def test_one_id_in_all_places_is_summed_once(length: int) -> None:

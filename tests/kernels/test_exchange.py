@@ -105,6 +105,7 @@ def made_of(kind: torch.dtype, rows: int, *shape: int) -> Tensor:
     return (torch.randn if kind.is_floating_point else partial(torch.randint, -9, 9))((rows, *shape)).to(kind)
 
 
+@pytest.mark.in_turn
 @given(st.data())
 def test_rows_go_to_their_experts_and_come_back(data: st.DataObject) -> None:
     num_ranks, own = data.draw(st.sampled_from([(1, 3), (2, 2), (3, 1), (4, 3)]))

@@ -269,6 +269,7 @@ def test_options_that_change_and_a_learning_rate_in_a_tensor(device: str) -> Non
     assert_same(rows, expected)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("device", LAUNCHER_DEVICES)
 @pytest.mark.parametrize("form", FORMS[3:7], ids=str)
 @pytest.mark.sampled(2)

@@ -62,6 +62,7 @@ def torch() -> Iterator[OtherTorch]:
         yield OtherTorch(process)
 
 
+@pytest.mark.in_turn
 def test_without_any_private_name_every_package_is_imported_with_one_warning_for_each(torch: OtherTorch) -> None:
     found = torch.without(list(torch.names), programs=[])
     said = {name: sum(f"has no {name}:" in each for each in found["warnings"]) for name in torch.names}
@@ -87,6 +88,7 @@ def test_without_operators_that_have_effects_a_compiled_layer_breaks_the_graph_a
     assert sum("each fused layer under torch.compile is a graph break" in each for each in found["warnings"]) == 1
 
 
+@pytest.mark.in_turn
 def test_a_wrapper_says_which_name_it_cannot_do_without(torch: OtherTorch) -> None:
     found = torch.without(["torch.autograd.Variable._execution_engine.queue_callback"])
     for program, error in found["programs"].items():

@@ -70,6 +70,7 @@ def assert_same(run: Callable[..., Any], actual: Tensor, expected: Tensor) -> No
         assert torch.equal(actual, expected)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("run", [called, launched])
 @pytest.mark.parametrize(("device", "dtype"), LAUNCHER_DTYPES)
 @pytest.mark.parametrize("activation", GLU_ACTIVATIONS)

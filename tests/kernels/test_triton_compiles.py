@@ -260,6 +260,7 @@ def test_every_kernel_compiles_and_moves_16_bytes_at_a_time() -> None:
     assert bytewise == {"optimizer.triton_kernels.elements_kernel#bytes": 2 * 8}
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     ("kernel", "sums"), [("gemm_triton._grouped_gemm_kernel", 128), ("wgrad_triton._grouped_wgrad_kernel", 2 * 64)]
 )

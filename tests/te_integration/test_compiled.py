@@ -566,6 +566,7 @@ def test_a_foreign_provider_gets_its_placeholder() -> None:
     assert {name for name, _ in provider.placeholders} == {"first.weight", "second.weight"}
 
 
+@pytest.mark.in_turn
 def test_compiled_autograd_may_be_switched_on_for_code_that_is_compiled_already() -> None:
     """The layers leave the graph for as long: their operator would be dropped in silence."""
     model = Pair()
@@ -605,6 +606,7 @@ def test_compiled_autograd_makes_a_layer_a_break(kind: str) -> None:
     assert writes(ddp) == {name: 2 * count for name, count in expected_writes.items()}
 
 
+@pytest.mark.in_turn
 def test_without_effects_of_operators_a_layer_is_a_break_without_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a torch that names its parts differently. The import warns; a warning in traced code would break graphs."""
     monkeypatch.setattr(compiled_wgrad, "wgrad", None)

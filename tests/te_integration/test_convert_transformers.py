@@ -231,6 +231,7 @@ def test_a_fused_conv1d_returns_the_gradient_that_autograd_grad_asks_for() -> No
     assert not model.weight.main_grad.any()
 
 
+@pytest.mark.in_turn
 def test_a_compiled_conv1d_whose_weight_is_parametrized_later() -> None:
     """A computed weight is a graph break, behind which plain autograd computes the product."""
     torch.manual_seed(0)

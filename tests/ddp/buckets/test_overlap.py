@@ -151,6 +151,7 @@ def test_gradients_from_autograd_overlap_like_fused_ones(sharded: bool) -> None:
     check_overlap(Case(sharded=sharded, fused=False))
 
 
+@pytest.mark.in_turn
 @COLLECTIVES
 @pytest.mark.parametrize(
     "unused",
@@ -183,6 +184,7 @@ def test_unfound_unused_parameters_are_reduced_as_zeros_when_the_backward_ends(s
                 assert measured.num_called_inside - measured.num_called_last == 7 - unused_layer
 
 
+@pytest.mark.in_turn
 @COLLECTIVES
 @pytest.mark.sampled(1)
 def test_layers_registered_in_another_order_than_they_run(sharded: bool) -> None:
@@ -190,6 +192,7 @@ def test_layers_registered_in_another_order_than_they_run(sharded: bool) -> None
     check_overlap(Case(sharded=sharded, registered=shuffled, record_order=True))
 
 
+@pytest.mark.in_turn
 @COLLECTIVES
 @pytest.mark.sampled(1)
 def test_the_measure_fails_without_overlap(sharded: bool) -> None:
@@ -215,6 +218,7 @@ def test_a_fused_layer_that_leaves_no_grad_is_reduced_under_overlap() -> None:
     check_overlap(Case(sharded=False, fused=True, num_microbatches=(1,)))
 
 
+@pytest.mark.in_turn
 def test_a_bucket_that_misses_gradients_is_launched_all_the_same() -> None:
     case = Case(sharded=False, unused_spares=(2,), skipped=(5,), num_microbatches=(1, 2, 1))
     for iterations in run_ranks(measure, 2, case):

@@ -65,6 +65,7 @@ def save_both_ways(folder: Path, kind: str) -> Any:
     return load_checkpoint(folder / "beside", again, others)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("kind", ["ddp", "zero1", "fsdp"])
 @pytest.mark.sampled(3)
 def test_both_ways_write_the_same(kind: str, tmp_path: Path) -> None:
@@ -381,6 +382,7 @@ save_checkpoint(sys.argv[1], torch.nn.Linear(300, 300), extra=1, background=True
 """
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("end", ["", "raise KeyError('a mistake elsewhere')"])
 def test_a_program_that_ends_without_waiting_leaves_a_whole_checkpoint(end: str, tmp_path: Path) -> None:
     done = run_python("-c", PROGRAM.format(end=end), tmp_path / "c")

@@ -271,6 +271,7 @@ FILES = (
 )
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.slow) for first in range(50, 1000, 50))])
 def test_drawn_damage_is_refused_by_name_or_harmless(of_two_ranks: Path, tmp_path: Path, first: int) -> None:
     whole = everything_loaded(of_two_ranks)

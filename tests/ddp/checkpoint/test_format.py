@@ -203,6 +203,7 @@ load_checkpoint(sys.argv[1], model)
 """
 
 
+@pytest.mark.in_turn
 def test_more_files_are_read_than_a_process_may_open_at_first(tmp_path: Path) -> None:
     simulate(lambda: save_checkpoint(tmp_path / "c", fully_shard(nn.Linear(64, 64))), 40)
     assert len(list((tmp_path / "c").glob("rank-*"))) > 32

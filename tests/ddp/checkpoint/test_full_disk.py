@@ -52,6 +52,7 @@ def test_a_full_disk_is_said_with_the_file_and_the_reason(tmp_path: Path, room: 
     assert load_checkpoint(tmp_path / "c", nn.Linear(2, 2)) == "before"
 
 
+@pytest.mark.in_turn
 def test_a_manifest_for_which_there_is_no_room_is_named(tmp_path: Path) -> None:
     said = run(tmp_path / "c", 500_000, "checkpoint")
     assert f"File too large: '{tmp_path}/c.incomplete/maingrad.json.tmp'" in said, said

@@ -110,6 +110,7 @@ SAME = [("ddp", 1), ("ddp", 3), ("zero1", 1), ("zero1", 2), ("buckets", 3), ("ze
 SHARDED = [("zero3", 1), ("zero3", 2), ("zero3", 3), ("zero3", 8), ("hsdp", 4)]
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(("kind", "ranks"), [*SAME, *SHARDED])
 @pytest.mark.parametrize("cls", CLASSES)
 def test_a_resumed_run_has_the_bits_of_one_without_interruption(

@@ -202,6 +202,7 @@ def test_and_through_sharded_models(name: str, saved: Callable[[torch.dtype], Pa
     assert_same_files(saved(FP32), tmp_path / "back")
 
 
+@pytest.mark.in_turn
 def test_two_to_one_to_four_to_zero3_with_masters(saved: Callable[[torch.dtype], Path], tmp_path: Path) -> None:
     folders = [saved(BF16), *(tmp_path / str(index) for index in range(3))]
     for (source, target), name in zip(itertools.pairwise(folders), ("tp 1", "tp 4", "zero3"), strict=True):
@@ -519,6 +520,7 @@ def load_and_save_packed(source: Path, target: Path, ep: int, sharded: bool, pla
     save_checkpoint(target, model, optimizer)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("sharded", [False, True])
 def test_experts_move_between_ranks(sharded: bool, tmp_path: Path) -> None:
     simulate(step_and_save_packed, 6, tmp_path / "2", 2, sharded)

@@ -39,6 +39,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.in_turn
 def test_a_process_waits_for_threads_of_gloo_alone() -> None:
     ended = subprocess.run([sys.executable, "-c", IMITATION], capture_output=True, text=True, check=True)
     assert ended.stdout == "pt_gloo_runloop released\n"

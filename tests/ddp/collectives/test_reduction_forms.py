@@ -380,6 +380,7 @@ def wire_errors(microbatches: int, variants: int, **config: Any) -> list[tuple[s
     return found
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     ("ranks", "microbatches", "config"),
     [

@@ -181,6 +181,7 @@ def test_a_segment_behind_outputs_in_a_dataclass_is_seen() -> None:
     assert_reduced_to(ddp, plain_grads(plain, BATCHES[0, :1], loss_of, scale=1.0))
 
 
+@pytest.mark.in_turn
 @RECOMPUTES
 @pytest.mark.parametrize("sharded", [False, True], ids=["all_reduce", "reduce_scatter"])
 @pytest.mark.sampled(1)

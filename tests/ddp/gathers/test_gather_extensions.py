@@ -273,6 +273,7 @@ def check(way: str, ranks: int, config: dict[str, Any]) -> None:
     assert all(waited), "or the test shows nothing"
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.sampled(1)
 def test_new_weights_are_read_in_c(way: str) -> None:

@@ -156,6 +156,7 @@ def average_a_model(overlap: bool, multi: bool) -> tuple[bool, list[Tensor]]:
     return all(waiting), [param.detach() for param in average.module.parameters()]
 
 
+@pytest.mark.in_turn
 def test_averages_right_after_a_step() -> None:
     same_with_and_without_overlap(average_a_kept_list)
     for multi in (False, True):

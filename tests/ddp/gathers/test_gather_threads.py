@@ -198,6 +198,7 @@ def read_at_once(overlap: bool) -> list[Any]:
     return [*seen, *trained.values()]
 
 
+@pytest.mark.in_turn
 def test_a_thread_reads_what_has_arrived() -> None:
     after = run_ranks(read_at_once, 2, False)
     for seen, expected in zip(run_ranks(read_at_once, 2, True), after, strict=True):

@@ -562,6 +562,7 @@ STAYS_EAGER = {
 }
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("program", STAYS_EAGER)
 @pytest.mark.sampled(len(STAYS_EAGER))
 def test_stays_eager_and_says_why_once(program: Callable[[Job], None], caplog: pytest.LogCaptureFixture) -> None:

@@ -13,6 +13,7 @@ from graphed_models import train
 CPU = torch.device("cpu")
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("name", ["Llama", "Gemma3Text", "T5", "Bart", "Mamba"])
 @pytest.mark.sampled(5)
 def test_is_captured(name: str) -> None:

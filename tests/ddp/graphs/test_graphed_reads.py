@@ -497,6 +497,7 @@ PROGRAMS |= {name: program_of(make) for name, make in CONTAINERS.items()}
 PROGRAMS |= {f"{name} of another module": of_other_module(change) for name, change in OTHER_MODULES.items()}
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.sampled(len(PROGRAMS))
 def test_a_number_that_changes_is_seen_wherever_it_is(name: str) -> None:

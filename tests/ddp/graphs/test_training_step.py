@@ -67,11 +67,13 @@ def test_weights_that_are_loaded() -> None:
     check(Program(events=("loads weights",)))
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("state", STATES)
 def test_everything_between_steps(state: str) -> None:
     check(Program(state=state, events=tuple(event for event in EVENTS if event != "mode")))
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("state", [state for state in STATES if state != "full"])
 @pytest.mark.parametrize("event", ["loads optimizer", "eager step", "other decay"])
 def test_no_capture_makes_tables_of_an_update(state: str, event: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -135,6 +135,7 @@ def test_each_class_steps_as_alone(layout: str, dtype: torch.dtype, ranks: int) 
         assert_same(ours, expected)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("cls", [optim.SGD, Lion])
 def test_any_class_beside_muon(cls: Any) -> None:
     options = {"lr": 0.01, **({"fused": True} if cls is optim.SGD else {})}

@@ -108,6 +108,7 @@ def trains_as_masters(sharded: bool, clip: float | None, hybrid: int | None, for
     return below
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("clip", [None, 0.05])
@@ -121,6 +122,7 @@ def test_hybrid_instances_too() -> None:
     assert all(below > 100 for below in simulate(trains_as_masters, 4, True, None, 2, COMPACT))
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("form", [{}, COMPACT], ids=["full", "compact"])
 @pytest.mark.parametrize("sharded", [False, True])
 def test_state_on_the_host_has_the_same_bits(form: dict[str, Any], sharded: bool) -> None:
@@ -128,6 +130,7 @@ def test_state_on_the_host_has_the_same_bits(form: dict[str, Any], sharded: bool
     assert all(below > 100 for below in simulate(trains_as_masters, 2, sharded, 0.05, None, on_host))
 
 
+@pytest.mark.in_turn
 def test_replicas_and_ranks_stay_equal_and_moments_are_bf16() -> None:
     def train(sharded: bool) -> tuple[dict[str, Tensor], set[torch.dtype]]:
         ddp = wrap(make_model(), sharded)

@@ -78,6 +78,7 @@ def trained_from_scratch(options: dict[str, Any]) -> Parts:
     return parts_of(optimizer)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("kind", CLASSES)
 @pytest.mark.parametrize("place", [None, "host"])
 def test_ranks_change_no_bit(kind: str, place: str | None) -> None:
@@ -122,6 +123,7 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("kind", CLASSES)
 @pytest.mark.parametrize("saved", FORMS)
 @pytest.mark.parametrize("loaded", FORMS)

@@ -264,6 +264,7 @@ def norm_of(grads: list[Tensor], **config: Any) -> Tensor:
     return global_grad_norm(ddp)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("config", [{}, ZERO1], ids=["whole", "sharded"])
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.sampled(3)

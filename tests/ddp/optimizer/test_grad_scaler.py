@@ -370,6 +370,7 @@ def test_half_precision_gradients_are_unscaled_by_the_step_alone() -> None:
 # ---- What is refused. ----
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("unscale", [False, True])
 @pytest.mark.parametrize("sharded", [False, True])
 def test_torchs_own_scaler_skips_the_same_steps_on_all_ranks(sharded: bool, unscale: bool) -> None:

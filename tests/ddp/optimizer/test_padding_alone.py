@@ -98,6 +98,7 @@ def check(name: str, groups: str, before: str, after: str, folder: Path) -> None
             torch.testing.assert_close(ours[key], value, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("groups", GROUPS)
 @pytest.mark.parametrize("after", ["ZeRO-1", "hybrid"])
 @pytest.mark.parametrize("name", ["SGD, momentum", "SGD, dampening"])

@@ -80,6 +80,7 @@ def test_selections_are_the_stock_optimizers_groups(name: str) -> None:
     check(name, torch.bfloat16, 3, use_distributed_optimizer=True, bucket_size=300)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_groups_are_the_same_on_any_number_of_ranks(ranks: int) -> None:
     name = "several, the first match wins"
@@ -134,6 +135,7 @@ def segments_here(config: dict[str, Any]) -> list[list[tuple[int, int, int]]]:
     return list(found.values())
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("bucket_size", [1, None])
 @pytest.mark.parametrize("ranks", [1, 3, 8])
 @pytest.mark.sampled(3)

@@ -78,6 +78,7 @@ def run_in_instances(gathers: bool, *ends_by: str) -> list[torch.Tensor]:
     return run(ends_by[dist.get_rank()], config, None)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("gathers", [False, True])
 def test_ranks_may_wait_at_once_and_by_bucket_where_waits_begin_collectives(gathers: bool) -> None:
     """On CPUs a reduction over several instances begins its second collective when a rank waits for the first."""

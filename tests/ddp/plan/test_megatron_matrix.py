@@ -140,6 +140,7 @@ def sync_experts(ep: int, etp: int, **config: Any) -> tuple[list[tuple[str, Tens
     return held, ranks
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("instances", [1, 2])
 @pytest.mark.parametrize("etp", [1, 2])
 @pytest.mark.parametrize("ep", [1, 2])
@@ -246,6 +247,7 @@ def step_whole(name: str, dtype: torch.dtype, max_grad_norm: float | None, resto
 WHOLE: dict[str, Any] = {"use_distributed_optimizer": True, "keep_params_whole": True}
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("ranks", [2, 8])

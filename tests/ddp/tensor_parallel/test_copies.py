@@ -268,6 +268,7 @@ def train_on_groups(backend: str, dp: int, tp: int) -> dict[str, tuple[Tensor, T
     return found
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     ("backend", "dp", "tp"),
     [

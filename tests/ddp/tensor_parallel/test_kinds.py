@@ -70,6 +70,7 @@ def averaged(mark: str) -> Tensor:
     return model.head.bias.grad.full_tensor()
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     ("mark", "times"), [("", 1.5), ("average_gradients_across_tp_domain", 1.5), ("sequence_parallel", 3.0)]
 )
@@ -369,6 +370,7 @@ def texts(run: Callable[[], str], ranks: int = 4) -> Iterator[str]:
     yield from simulate(run, ranks)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("run", REFUSED, ids=lambda run: run.__name__)
 def test_refusals_name_the_remedy(run: Callable[[], str]) -> None:
     for text in texts(run):

@@ -211,6 +211,7 @@ def assert_equal_states(model: Llama, expected: dict[str, Any]) -> None:
         assert torch.equal(full(value), full(expected[name])), name
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("plan", PLANS)
 def test_state_dicts_have_dtensors_and_take_what_torch_saves(plan: str, tmp_path: Path) -> None:
     simulate(saved_and_loaded, 4, plan, tmp_path)

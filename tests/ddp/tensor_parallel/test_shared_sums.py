@@ -89,6 +89,7 @@ def one_input(fuse: bool, compiled: bool) -> int:
     return started[0]
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("fuse", [False, True])
 def test_three_products_of_one_input_are_summed_once(fuse: bool, compiled: bool) -> None:

@@ -54,6 +54,7 @@ def test_slices_that_were_dtensors_are_reduced_alike(way: str) -> None:
     check(way, True, False, 1)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("way", ["ddp", "zero1", "hybrid"])
 def test_an_uneven_cut(way: str) -> None:
     """Ranks have 4 and 3 of 7 rows, and close their buckets at the same parameters."""

@@ -49,6 +49,7 @@ def train(kind: str, order: str, hooked: bool) -> dict[str, int]:
     return {record.name: record.num_fused_writes for record in wrapped.records}
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("kind", MODELS)
 def test_gradients_are_those_of_the_whole_model(kind: str, order: str) -> None:

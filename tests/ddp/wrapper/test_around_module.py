@@ -136,6 +136,7 @@ def test_training_through_a_method_of_the_module() -> None:
         ddp.finish_grad_sync()
 
 
+@pytest.mark.in_turn
 def test_compiled_through_the_wrapper() -> None:
     model = Scaled()
     ddp = wrap(model)

@@ -84,6 +84,7 @@ def grads_and_reference(variants: int, delayed: bool, config: dict[str, Any]) ->
     return found
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     ("ranks", "variants", "placed", "delayed"),
     [

@@ -21,6 +21,7 @@ UNITS = ("odd", "low", "frozen_weight", "unused_layer")
 SEEDS = range(1, 4)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("delay", ["none", "modules", "queue, lagging"])
 @pytest.mark.parametrize(
     ("placements", "instances"),

@@ -67,6 +67,7 @@ KINDS: dict[str, tuple[str, bool | None]] = {
 }
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("delay", DELAYS)
 @pytest.mark.parametrize("fused", [True, False])
@@ -78,6 +79,7 @@ def test_shards_agree_to_the_bit(kind: str, microbatches: int, fused: bool, dela
     check(Job("everything", UNITS, placements, inner=ranks, steps=STEPS, holding=ALL, **options))
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("delay", DELAYS)
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("inner", [2, 4])

@@ -202,6 +202,7 @@ def test_collectives_of_an_iteration(placements: str, options: dict[str, Any], e
     assert across == []
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     ("placements", "inside", "across"),
     [

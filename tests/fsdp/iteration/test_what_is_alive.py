@@ -236,6 +236,7 @@ def one_microbatch(model: Any, x: Tensor, what: str, size: int, keep: Callable[.
     keep(loss, x.grad)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 75))])
 @pytest.mark.sampled(1)

@@ -133,6 +133,7 @@ def trains_as_masters(placements: str, clip: float | None, form: dict[str, Any],
     return below
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("placements", ["zero1", "zero2", "zero3"])
 @pytest.mark.parametrize("clip", [None, 0.05])
@@ -161,6 +162,7 @@ def test_a_thousand_steps() -> None:
     assert all(below > 10_000 for below in simulate(trains_as_masters, 2, "zero3", 0.05, EXACT, 1000))
 
 
+@pytest.mark.in_turn
 def test_ranks_and_placements_change_no_bit_of_bf16_moments() -> None:
     def trained(placements: str, form: dict[str, Any]) -> tuple[dict[str, Tensor], set[torch.dtype]]:
         model = shard(make_net(), placements)
@@ -455,6 +457,7 @@ def test_each_form_reads_the_checkpoints_of_the_others_on_other_ranks(
             assert torch.equal(one, other), name
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("moments", [FP32, BF16])
 def test_training_goes_on_on_other_ranks_with_the_same_bits(tmp_path: Path, moments: torch.dtype) -> None:
     def make(seed: int) -> tuple[FSDPModule, ShardedAdamW]:

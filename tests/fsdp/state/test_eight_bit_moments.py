@@ -162,6 +162,7 @@ def trained(make: Any, *args: Any, **options: Any) -> Pieces:
     return pieces(model, optimizer)
 
 
+@pytest.mark.in_turn
 def test_ranks_and_placements_change_no_bit_and_zero1_has_the_same() -> None:
     expected = joined(simulate(trained, 2, zero1))
     assert len(expected) == 6 and all(len(tensors) == 3 for tensors in expected.values())

@@ -140,6 +140,7 @@ def test_an_optimizer_is_known_from_load_checkpoint_on(tmp_path: Path) -> None:
     simulate(save_and_load, 3)
 
 
+@pytest.mark.in_turn
 def test_state_that_was_given_in_dtensors_is_saved_before_a_step(tmp_path: Path) -> None:
     """An optimizer that nobody has seen keeps what it was given, and saves the same; then it has this rank's shards."""
 

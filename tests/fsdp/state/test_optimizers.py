@@ -180,6 +180,7 @@ def test_weights_changed_between_steps_are_gathered_anew(kind: str, change: Call
     loop(kind, body)
 
 
+@pytest.mark.in_turn
 @some_kinds
 @pytest.mark.sampled(1)
 def test_an_average_of_weights_that_is_swapped_in(kind: str) -> None:
@@ -219,6 +220,7 @@ def test_schedules_of_the_learning_rate() -> None:
     loop("zero3", body)
 
 
+@pytest.mark.in_turn
 @some_kinds
 @pytest.mark.sampled(1)
 def test_a_grad_scaler_skips_on_all_ranks_alike(kind: str) -> None:

@@ -100,6 +100,7 @@ def replicated() -> dict[str, Tensor]:
     return weights(ddp)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("ranks", [1, 2, 4, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("placements", "atoms"), [("zero3", "element"), ("zero1", "element"), ("zero3", "whole"), ("zero3", "row")]
@@ -218,6 +219,7 @@ def test_several_microbatches_within_rounding() -> None:
             torch.testing.assert_close(weight, expected[name], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.in_turn
 def test_groups_have_no_class_among_their_options() -> None:
     def on_each_rank() -> None:
         _, optimizer = shard()

@@ -184,6 +184,7 @@ def resumes(path: Path, cut: bool) -> dict[str, Tensor]:
     return {name: full(value).clone() for name, value in model.state_dict().items()}
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("cut", [True, False])
 def test_dcp_resumes_on_other_ranks(cut: bool, tmp_path: Path) -> None:
     expected, *_ = simulate(saves, 4, tmp_path / "saved")

@@ -82,6 +82,7 @@ def test_blocks_may_be_fused_or_recomputed(change: str, reshard: bool) -> None:
     simulate(on_each_rank, 4)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("row", ["zero3", "zero1", "hsdp"])
 def test_gradients_that_stay_in_grad_are_not_summed_again(row: str) -> None:
     """Without ``zero_grad()``: what the first iteration has summed over tensor-parallel ranks counts once."""

@@ -320,6 +320,7 @@ class Attention(nn.Module):
         return self.layer(self.wide(x)[None])
 
 
+@pytest.mark.in_turn
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated")
 @some_kinds
 @pytest.mark.parametrize("make", [Recurrent, Lists, Parametrized, Attention])

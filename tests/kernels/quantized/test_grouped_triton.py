@@ -251,6 +251,7 @@ WITH_ALL_RESTS = [130, 20, 0, 33, 1]
 NEAR = {"rtol": 1e-5, "atol": 1e-4}
 
 
+@pytest.mark.in_turn
 @pytest.mark.usefixtures("in_the_interpreter")
 @pytest.mark.parametrize("name", ["current", "block"])
 def test_products_in_the_interpreter(name: str) -> None:

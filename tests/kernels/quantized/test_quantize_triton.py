@@ -32,6 +32,7 @@ def check(found: Quantized | None, x: Tensor, name: str, scale: Tensor | None = 
         assert (mine.abs() <= 2 * SMALLEST[expected.spec.element])[~normal & ~other.isnan()].all()
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("device", LAUNCHER_DEVICES)
 @pytest.mark.parametrize("name", NAMES)
 def test_both_copies(device: str, name: str) -> None:
@@ -53,6 +54,7 @@ def test_both_copies(device: str, name: str) -> None:
                 check(copy, matrix.t(), name)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("device", LAUNCHER_DEVICES)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.sampled(100)

@@ -553,6 +553,7 @@ def megatron_config(folder: Path, name: str, **sections: object) -> Config:
     return tiny_config(folder, data=data, **changes, **sections)  # type: ignore[arg-type]
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("documents", ["mask", "pad"])
 @pytest.mark.sampled(1)
 def test_the_mean_is_over_all_counted_tokens(tmp_path: Path, documents: str):

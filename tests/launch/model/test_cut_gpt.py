@@ -77,6 +77,7 @@ def test_losses_and_gradients_are_those_of_one_rank(
     simulate(job, tp * cp)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("ring", [False, True])
 def test_a_prompt_may_be_on_an_earlier_rank(ring: bool):
     """Experts leave out what no later target attends to, on whichever rank the target is."""

@@ -163,6 +163,7 @@ def test_a_folder_names_no_kernels_of_strangers(key: str, tmp_path: Path, capsys
     assert f"not transformers' own ({key})" in capsys.readouterr().err
 
 
+@pytest.mark.in_turn
 def test_links_out_of_the_folder_are_not_copied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, secret = folder_of(tmp_path / "source"), tmp_path / "secret.json"
     secret.write_text('{"password": "x"}')
@@ -206,6 +207,7 @@ def test_a_list_of_weights_names_files_of_its_folder(tmp_path: Path) -> None:
         check_weight_files(tmp_path)
 
 
+@pytest.mark.in_turn
 def test_a_report_replaces_links_and_not_what_they_link_to(tmp_path: Path) -> None:
     assert main(["train", str(tiny_toml(tmp_path, train={"steps": 3}))]) == 0
     run, names = tmp_path / "run", ("report.html", "loss.png", "overlap.png", "overlap.json")

@@ -78,6 +78,7 @@ def test_shards_of_what_is_not_cut_are_over_no_more_ranks(tmp_path: Path, capsys
     assert "times as many ranks" not in said
 
 
+@pytest.mark.in_turn
 def test_one_instance_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     settings: dict[str, Any] = {
         "ddp": {"num_distributed_optimizer_instances": 2},

@@ -142,6 +142,7 @@ def test_plan_is_what_training_allocates(
         assert inside == (2 if parallel == "ddp" else 1) * nbytes * (plan.inner_size - 1) // plan.inner_size
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     ("parallel", "mesh", "ranks"),

@@ -114,6 +114,7 @@ def test_plan_is_what_training_holds_and_sends(
     assert Counter(held[0].reductions.values()) == Counter(count for unit in plan.units for count in unit.reductions)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     "parallel, fsdp, model, ranks",
     [

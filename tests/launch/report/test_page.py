@@ -197,6 +197,7 @@ def test_mfu_counts_the_ranks_that_took_each_step(two_ranks: Path, tmp_path: Pat
     assert page.states["gpu"] == "finished after step 6; resumed after step 4"
 
 
+@pytest.mark.in_turn
 def test_runs_side_by_side(two_ranks: Path, tmp_path: Path) -> None:
     def faster(records: Records) -> None:
         for record in records:
@@ -222,6 +223,7 @@ def test_runs_side_by_side(two_ranks: Path, tmp_path: Path) -> None:
     assert set(page.values) == {"run", "faster"}
 
 
+@pytest.mark.in_turn
 def test_equal_settings_and_equal_names(two_ranks: Path, tmp_path: Path) -> None:
     """Runs of one name are told apart by their parents; their folders are no difference."""
     runs = [copy_of(two_ranks, tmp_path / name / "run") for name in ("a", "b")]

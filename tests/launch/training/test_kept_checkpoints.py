@@ -52,6 +52,7 @@ def test_the_newest_stay_and_those_of_round_numbers(
     assert all(record["seconds"] > 0.0 for record in saves)
 
 
+@pytest.mark.in_turn
 def test_a_run_that_goes_on_from_an_older_one_deletes_none_of_its_future(tmp_path: Path):
     """They are of another run by then; the new run writes over them in turn."""
     train(config_of(tmp_path, {}, steps=6))
@@ -60,6 +61,7 @@ def test_a_run_that_goes_on_from_an_older_one_deletes_none_of_its_future(tmp_pat
     assert kept(tmp_path) == [4, 5, 6]
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("keep_last, wanted", [(1, [5]), (3, [3, 4, 5])])
 def test_a_checkpoint_whose_save_was_killed_before_its_rename_is_kept_and_deleted_as_others(
     keep_last: int, wanted: list[int], tmp_path: Path
@@ -90,6 +92,7 @@ def delete_and_die(path: Path, at: int) -> bool:
     os._exit(0)
 
 
+@pytest.mark.in_turn
 def test_a_kill_while_one_is_deleted_leaves_a_whole_one_or_none(tmp_path: Path):
     config = config_of(tmp_path, {}, steps=4, save_every=4)
     train(config)
@@ -195,6 +198,7 @@ class Watched:
     def close(self) -> None: ...
 
 
+@pytest.mark.in_turn
 def test_the_last_one_stays_until_the_next_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """``keep_last = 1``, and a file system so slow that training goes on for steps while the second is written."""
     written, run = threading.Event(), threading.Thread.run
@@ -211,6 +215,7 @@ def test_the_last_one_stays_until_the_next_is_complete(tmp_path: Path, monkeypat
     assert kept(tmp_path) == [12]
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("save_every", [2, 10])
 @pytest.mark.sampled(1)
 def test_a_full_disk_ends_the_run_soon_and_leaves_the_last_checkpoint(save_every: int, tmp_path: Path):

@@ -52,6 +52,7 @@ def plain(
     return data, numbers
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     ("parallel", "ranks", "mesh"),
     [
@@ -166,6 +167,7 @@ def whole_experts(
     return data, run_experts(tmp_path_factory.mktemp("whole"), "ddp", 1, {}, data=data)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     ("parallel", "ranks", "mesh"),
     [

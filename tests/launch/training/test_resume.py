@@ -109,6 +109,7 @@ class StopsAt:
     def close(self) -> None: ...
 
 
+@pytest.mark.in_turn
 def test_an_interrupted_run_goes_on_by_itself(tmp_path: Path):
     """The same command again: its records become those of one run."""
     config = config_of(tmp_path, "run", save_every=100, resume="auto")
@@ -200,6 +201,7 @@ def resume_and_die(folder: Path, at: int) -> bool:
     os._exit(0)
 
 
+@pytest.mark.in_turn
 def test_a_kill_while_records_are_written_anew_loses_none(tmp_path: Path):
     path = tmp_path / "metrics.jsonl"
     writer = MetricsWriter(path)
@@ -251,6 +253,7 @@ def test_a_checkpoint_that_a_save_left_beside_its_place_is_gone_on_from(tmp_path
     assert len(train(config_of(tmp_path, "run", resume=str(newest), steps=8)).losses) == 2
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     "section, changed, message",
     [
@@ -288,6 +291,7 @@ def test_other_data_are_refused_by_name(tmp_path: Path, part: str, at: int):
     assert len(train(config_of(tmp_path, "rest", **accepted)).losses) == 2
 
 
+@pytest.mark.in_turn
 def test_other_borders_of_documents_are_refused_where_they_matter(tmp_path: Path):
     """The same tokens, cut into other documents: rows under "mask" are others, and those of "join" are not."""
     ids = np.arange(2600) % 250

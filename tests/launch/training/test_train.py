@@ -232,6 +232,7 @@ def test_same_seed_same_run_other_seed_another(tmp_path: Path):
     assert train(other).losses != losses
 
 
+@pytest.mark.in_turn
 def test_validations_change_no_step(tmp_path: Path):
     """They are in evaluation, and dropout is drawn in the steps between them all the same."""
     found = []
@@ -331,6 +332,7 @@ def test_gathers_that_do_not_overlap_end_in_the_step(tmp_path: Path):
     assert all(gather["finished"] <= step["end"] for gather in timeline["gathers"])
 
 
+@pytest.mark.in_turn
 def test_all_gather_is_not_recorded_where_nothing_is_sharded(tmp_path: Path):
     config = tiny_config(tmp_path, parallel="ddp")
     simulate(train, 2, config)
@@ -339,6 +341,7 @@ def test_all_gather_is_not_recorded_where_nothing_is_sharded(tmp_path: Path):
     assert timeline["gathers"] == observed["gathers"] == []
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("steps", [1, 2, 3, 4])
 @pytest.mark.sampled(2)
 def test_short_runs_are_recorded_too(tmp_path: Path, steps: int):

@@ -155,6 +155,7 @@ def test_processes_and_simulated_ranks_agree(tmp_path: Path, parallel: str, rank
         assert_same(simulated, other)
 
 
+@pytest.mark.in_turn
 def test_one_rank_needs_no_process_group(tmp_path: Path):
     alike = {"optimizer": UNCLIPPED, "train": {"num_microbatches": 1}}
     alone, wrapped = (outcome(tiny_config(tmp_path, parallel=parallel, **alike)) for parallel in ("fsdp", "zero1"))

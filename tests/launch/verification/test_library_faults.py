@@ -147,6 +147,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.in_turn
 @pytest.mark.sampled(len(FAULTS))
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_of_the_library_is_called_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -394,6 +394,7 @@ def test_the_table_of_a_random_program_shows_the_error_that_is_found() -> None:
         assert result.norm_error > 1e-3
 
 
+@pytest.mark.in_turn
 @pytest.mark.sampled(len(PLANTED))
 @pytest.mark.parametrize("name", PLANTED)
 def test_the_cause_is_named(name: str) -> None:

@@ -78,6 +78,7 @@ def parts_of_tokens(found: Any, mesh: DeviceMesh) -> None:
         block.group = mesh.get_group()
 
 
+@pytest.mark.in_turn
 def test_right_plans_are_right():
     found = verify(model(), batch(), tensor_parallel=columns_and_rows, context_parallel=parts_of_tokens)
     assert found.ok, found

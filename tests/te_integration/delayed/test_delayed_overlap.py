@@ -109,6 +109,7 @@ def check_share(delayed: int, sharded: bool, microbatches: int) -> None:
     repeat_on_a_busy_machine(attempt)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("sharded", [False, True], ids=["all_reduce", "reduce_scatter"])
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.sampled(1)
@@ -116,6 +117,7 @@ def test_each_bucket_reduces_under_the_weight_gradients_of_the_next(sharded: boo
     check_share(LAYERS, sharded, microbatches)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("sharded", [False, True], ids=["all_reduce", "reduce_scatter"])
 @pytest.mark.sampled(1)
 def test_half_delayed_reduces_under_both(sharded: bool) -> None:

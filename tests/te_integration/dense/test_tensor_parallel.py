@@ -144,6 +144,7 @@ WAYS = [
 ]
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("how", WAYS)
 def test_gradients_are_those_of_whole_layers(how: str, sequence_parallel: bool) -> None:
@@ -152,6 +153,7 @@ def test_gradients_are_those_of_whole_layers(how: str, sequence_parallel: bool) 
         assert writes == (0 if how == "unfused" else 2 * FUSED)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("how", ["fused", "filled"])
 def test_gradients_are_averaged_over_replicas(how: str, sequence_parallel: bool) -> None:
@@ -193,6 +195,7 @@ def backward_of_one(events: list[Any], how: str, sequence_parallel: bool) -> Non
     queue.drain()
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     "how, sequence_parallel",
     [

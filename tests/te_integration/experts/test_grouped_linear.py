@@ -425,6 +425,7 @@ def test_second_derivatives_are_refused() -> None:
 # ---- Any splits, any sizes, any experts frozen. ----
 
 
+@pytest.mark.in_turn
 @settings(max_examples=max(50, settings.default.max_examples))  # fewer miss a stale expert
 @given(st.data())
 def test_any_splits_any_sizes_and_any_frozen_experts(data: st.DataObject) -> None:

@@ -57,6 +57,7 @@ def assert_same_gradients(model: nn.Module, plain: nn.Module, bound: float = BOU
             assert (gradient - want).norm() <= bound * want.norm() + 1e-9, name
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss"])
 @pytest.mark.sampled(4)
 def test_fused_share_of_published_models(name: str) -> None:
@@ -155,6 +156,7 @@ def _train(name: str, form: str) -> dict[str, Tensor]:
     return {key.removeprefix("module."): value.clone() for key, value in whole.items()}
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("form", ["ddp", "zero1", "fsdp", "torch_fsdp"])
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.sampled(5)
@@ -484,6 +486,7 @@ def test_experts_under_a_recipe(name: str, recipe: type) -> None:
         assert 5e-3 < error < 0.3
 
 
+@pytest.mark.in_turn
 def test_the_program_of_the_docs(capsys: pytest.CaptureFixture[str]) -> None:
     page = Path(__file__).resolve().parents[3] / "docs/mixture_of_experts.md"
     program, *_ = re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL)

@@ -46,6 +46,7 @@ def delay(kind: str, fuse: bool, own_queue: bool) -> tuple[str, float]:
     return error, worst_difference(model, twin)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("fuse", [True, False])
 @pytest.mark.parametrize("own_queue", [True, False])
 @pytest.mark.parametrize("kind", ALL_FACTORIES)

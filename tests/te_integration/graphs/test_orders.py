@@ -27,6 +27,7 @@ def assert_alike(case: Case, ranks: int) -> None:
         assert all(torch.isfinite(tensor).all() for tensor in eager)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "unfused"])
 @pytest.mark.parametrize("delayed", [True, False], ids=["delayed", "now"])
 @pytest.mark.parametrize("way", WAYS)

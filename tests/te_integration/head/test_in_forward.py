@@ -123,6 +123,7 @@ def check(model: Any, expected: list[Tensor]) -> None:
         assert torch.equal(parameter.grad, gradient)
 
 
+@pytest.mark.in_turn
 def test_a_forward_whose_graph_is_gone_is_taken_back() -> None:
     for tied in (False, True):
         plain, model = ddp(Model("recompute", tied=tied)), ddp(Model("in_forward", tied=tied))

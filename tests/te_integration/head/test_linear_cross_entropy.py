@@ -395,6 +395,7 @@ def test_forwards_whose_backwards_come_later_keep_one_chunk() -> None:
         torch.testing.assert_close(head.weight.grad, expected)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_a_checkpointed_region_keeps_no_logits(use_reentrant: bool) -> None:
     head = LinearCrossEntropy(K, V, dtype=torch.float64, chunk_tokens=4)

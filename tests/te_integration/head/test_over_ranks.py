@@ -41,6 +41,7 @@ def part_of(head: LinearCrossEntropy, sequence_dim: int | None) -> LinearCrossEn
     return head
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("sequence_dim", [None, 0])
 @pytest.mark.parametrize("compiled", [False, True])

@@ -203,6 +203,7 @@ def test_a_block_in_compiled_code() -> None:
         assert torch.equal(mine, other)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("where", ["around", "inside"])
 @pytest.mark.sampled(1)
 def test_checkpoints(where: str) -> None:
@@ -219,6 +220,7 @@ def test_checkpoints(where: str) -> None:
         assert torch.equal(mine, other)
 
 
+@pytest.mark.in_turn
 def test_reentrant_checkpoints_are_refused() -> None:
     model = layers()[:1]
     ddp = DistributedDataParallel(model)

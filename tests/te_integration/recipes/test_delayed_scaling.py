@@ -834,6 +834,7 @@ def test_another_history_length_keeps_the_newest() -> None:
         assert (found[1:] >= 0).all(), "what has no amax is 0 in the past"
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("gone", ["freed", "unconverted"])
 def test_a_graph_outlives_its_module(gone: str) -> None:
     model = nn.Sequential(nn.Linear(16, 16, bias=False, dtype=torch.bfloat16)).requires_grad_(False)

@@ -165,6 +165,7 @@ def assert_equal(found: State, expected: State) -> None:
         assert torch.equal(found[name], value), (name, found[name], value)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("how", WRAPPERS)
 @pytest.mark.sampled(1)
 def test_what_trains_nothing_leaves_no_amax(how: str) -> None:

@@ -83,6 +83,7 @@ class Counts(Trainer):
         return loss * (1.0 + self.num_losses % 2)
 
 
+@pytest.mark.in_turn
 def test_a_trainer_that_counts_stays_eager(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     losses = []
     for cuda_graph in (False, True):

@@ -255,6 +255,7 @@ def with_a_fused_loss(kind: str, folder: Path, adapters: bool) -> list[float]:
     return [each[key] for each in trainer.state.log_history for key in ("loss", "grad_norm") if key in each]
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("adapters", [False, True])
 @pytest.mark.sampled(2)
 def test_a_loss_that_is_fused_with_the_last_product(adapters: bool, tmp_path: Path) -> None:

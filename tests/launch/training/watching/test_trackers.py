@@ -129,6 +129,7 @@ def test_a_missing_package_is_said_before_anything_is_written(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.in_turn
 def test_no_tracker_is_imported_unasked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     for package in ("tensorboard", "wandb"):
         monkeypatch.setitem(sys.modules, package, None)

@@ -178,6 +178,7 @@ def values(params: list[nn.Parameter]) -> list[Tensor]:
     return [param.detach().clone() for param in params]
 
 
+@pytest.mark.in_turn
 def test_the_program_of_the_docs() -> None:
     losses, experts, dense = zip(*simulate(of_the_docs, 4), strict=True)
     assert max(losses) < 1.5, "2.9 at the start"

@@ -113,6 +113,7 @@ def _differences() -> list[str]:
     return wrong
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_results_and_gradients_are_those_of_all_to_all(ranks: int) -> None:
     assert run_ranks(differences, ranks) == [[]] * ranks

@@ -234,6 +234,7 @@ def local_of(param: Any) -> Tensor:
     return value
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("form", ["ddp", "zero3"])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_captured_step_replays_with_other_routing(ranks: int, form: str) -> None:

@@ -187,6 +187,7 @@ def assert_as_plain(parts: list[list[Step]], batches: int) -> None:
         assert held == expected.weights.keys()
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(("ranks", "ep"), LAYOUTS)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_five_clipped_steps_are_those_of_one_process(wrapper: str, ranks: int, ep: int) -> None:
