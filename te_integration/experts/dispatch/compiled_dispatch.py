@@ -17,7 +17,7 @@ from torch import Tensor
 from ....kernels import unpermute_rows
 from ....kernels.operators import permute_rows_op
 from ...dense.compiled_wgrad import can_compile, refuse_graphs_of_torch
-from ...torch_internals import make_effectful_op
+from ...torch_internals import is_tracing_recomputed, make_effectful_op
 from ..moe_permutation import RowIdMap
 from .capacity import Capacity, Slots
 from .symmetric import Route, SymmetricExchange
@@ -82,8 +82,10 @@ class Place:
 
     @property
     def is_usable(self) -> bool:
-        """Whether graphs can name it now: ``num_received`` may need a first call."""
-        return self.form >= 0 and self.transport.num_received is not None and _send_op is not None and can_compile()
+        """Whether the graph that is traced can name it: ``num_received`` may need a first call."""
+        if self.form < 0 or self.transport.num_received is None or _send_op is None or not can_compile():
+            return False
+        return not torch.compiler.is_compiling() or not is_tracing_recomputed()
 
 
 def send_in_graph(place: Place, tensors: Sequence[Tensor], counts: Tensor) -> tuple[list[Tensor], Tensor, Any]:
