@@ -22,7 +22,7 @@ from ..moe_permutation import RowIdMap
 from .capacity import Capacity, Slots
 from .symmetric import Route, SymmetricExchange
 
-__all__ = ["Place", "combine_in_graph", "send_back_in_graph", "send_in_graph"]
+__all__ = ["Place", "send_back_in_graph", "send_in_graph"]
 
 
 class _Form(NamedTuple):
@@ -97,20 +97,12 @@ def send_in_graph(place: Place, tensors: Sequence[Tensor], counts: Tensor) -> tu
     return list(found[:num_sent]), sent[-1], _FORMS[place.form].restored(sent, rows)
 
 
-def send_back_in_graph(place: Place, rows: Tensor, sent: Any, num_rows: int) -> Tensor:
-    """``TokenTransport.send_back``: [S, D] -> [R, D]. Differentiable."""
-    return _returned(place, num_rows, rows, None, sent)
+def send_back_in_graph(place: Place, rows: Tensor, sent: Any, num_rows: int, places: Tensor | None = None) -> Tensor:
+    """``TokenTransport.send_back``: [S, D] -> [R, D]. Differentiable.
 
-
-def combine_in_graph(place: Place, rows: Tensor, sent: Any, places: Tensor) -> Tensor:
-    """``send_back``, and the sum over the copies of each token: [S, D], places [T, k] -> [T, D]. Differentiable.
-
-    As one operator, for a compiler keeps results of operators with effects for backward, and copies are k times larger.
+    places  [T, k]: the sum over the copies of each token, [T, D], by the same operator, for a compiler keeps results of
+            operators with effects for backward, and copies are k times larger
     """
-    return _returned(place, places.numel(), rows, places, sent)
-
-
-def _returned(place: Place, num_rows: int, rows: Tensor, places: Tensor | None, sent: Any) -> Tensor:
     of_way = _FORMS[place.form].tensors(sent)
     returned: Tensor = _returned_in_graph(place.key, place.form, num_rows, rows, places, *of_way)
     return returned

@@ -27,7 +27,7 @@ from ...wgrad_queue import Filling, WgradQueue, fill_wait, filling
 from ..moe_permutation import RowIdMap, moe_permute, moe_permute_with_probs, moe_unpermute
 from .all_to_all import AllToAll
 from .capacity import Capacity
-from .compiled_dispatch import Place, combine_in_graph, send_back_in_graph, send_in_graph
+from .compiled_dispatch import Place, send_back_in_graph, send_in_graph
 from .quantized_rows import RowSpecs, send_rows
 from .symmetric import SymmetricExchange
 from .transport import Meanwhile, TokenTransport
@@ -221,7 +221,11 @@ class TokenDispatcher:
     ) -> Tensor:
         sorting, way, _ = dispatched
         if torch.compiler.is_compiling():
-            return self._combine_in_graph(rows, dispatched, probs, meanwhile)
+            places = sorting.places if probs is None else None
+            copies = send_back_in_graph(self._place, rows, way.sent, sorting.copies.shape[0], places)
+            if meanwhile is not None:
+                meanwhile()
+            return copies if probs is None else _weighted_sum(copies, sorting, probs)
         (arrived,) = self.transport.send_back([rows.detach()], way.sent, meanwhile)
         if probs is not None:
             (copies,) = _Travelled.apply(partial(self._again, way, None), [arrived], rows)
@@ -230,19 +234,6 @@ class TokenDispatcher:
         summed = unpermute_rows(arrived, sorting.places)
         (y,) = _Travelled.apply(partial(self._again, way, sorting.places), [summed], rows)
         return y  # type: ignore[no-any-return]
-
-    def _combine_in_graph(
-        self, rows: Tensor, dispatched: Dispatched, probs: Tensor | None, meanwhile: Callable[[], object] | None
-    ) -> Tensor:
-        sorting, way, _ = dispatched
-        if probs is None:
-            y = combine_in_graph(self._place, rows, way.sent, sorting.places)
-        else:
-            copies = send_back_in_graph(self._place, rows, way.sent, sorting.copies.shape[0])
-            y = _weighted_sum(copies, sorting, probs)
-        if meanwhile is not None:
-            meanwhile()
-        return y
 
     # The gradient of each direction is the other one.
 
