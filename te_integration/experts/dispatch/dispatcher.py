@@ -211,7 +211,9 @@ class TokenDispatcher:
         probs      [T, k]  multiply the copies here; None: the experts did, or none count
         meanwhile          runs while rows travel, as the experts of another microbatch
         """
-        if torch.compiler.is_compiling() and not self._place.is_usable:
+        way = dispatched.way
+        in_graph = self._place.is_usable and way.waiting is None and way.of_grad is None
+        if torch.compiler.is_compiling() and not in_graph:
             broken: Tensor = run_outside_graph(TokenDispatcher._combine, self, rows, dispatched, probs, meanwhile)
             return broken
         return self._combine(rows, dispatched, probs, meanwhile)

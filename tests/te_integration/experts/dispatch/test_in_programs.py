@@ -92,10 +92,13 @@ def run_whole(how: str) -> list[Tensor | None]:
     """As ``run``, by a transport that compiled graphs hold: a break is an error."""
     blocks = [Block(STATIC), Block(STATIC)]
     y = x = make_tokens(dist.get_rank(), 5).x.requires_grad_()
-    recomputed = partial(checkpoint, use_reentrant=False)
+    recomputed, queue = partial(checkpoint, use_reentrant=False), WgradQueue(fill_waits=True)
     for block in blocks:
         if how == "compiled":
             y = torch.compile(block, backend="aot_eager", fullgraph=True)(y)
+        elif how == "delayed, compiled":
+            with delayed_wgrad(queue):
+                y = torch.compile(block, backend="aot_eager")(y)
         elif how == "recomputed, compiled":
             y = torch.compile(partial(recomputed, block), backend="aot_eager")(y)  # torch loses an effect's order there
         elif how == "compiled, recomputed":
@@ -103,11 +106,12 @@ def run_whole(how: str) -> list[Tensor | None]:
         else:
             y = block(y)
     y.square().sum().backward()
+    queue.drain()
     return [y.detach(), x.grad, *(param.grad for block in blocks for param in block.parameters())]
 
 
 @pytest.mark.in_turn
-@pytest.mark.parametrize("how", ["compiled", "recomputed, compiled", "compiled, recomputed"])
+@pytest.mark.parametrize("how", ["compiled", "delayed, compiled", "recomputed, compiled", "compiled, recomputed"])
 def test_a_graph_that_holds_its_exchanges_has_the_same_gradients(how: str) -> None:
     for found, expected in zip(simulate(run_whole, 2, how), simulate(run_whole, 2, "plainly"), strict=True):
         for one, other in zip(found, expected, strict=True):
