@@ -21,6 +21,7 @@ __all__ = [
     "current_autograd_node",
     "have_inputs_require_grad",
     "is_compiled_autograd_on",
+    "is_tracing_recomputed",
     "make_effectful_op",
     "running_pipeline_step",
     "symmetric_memory",
@@ -46,6 +47,30 @@ def is_compiled_autograd_on() -> bool:
     """
     asked_for = getattr(_dynamo_config(), "compiled_autograd", True)
     return bool(asked_for or getattr(_compiled_autograd(), "compiled_autograd_enabled", True))
+
+
+_translator = on_first_use(
+    "torch._dynamo.symbolic_convert.InstructionTranslator",
+    loss="compiled graphs break where tokens travel to experts",
+    fallback=None,
+)
+
+
+@torch.compiler.assume_constant_result
+def is_tracing_recomputed() -> bool:
+    """Return True if a compiler traces a ``torch.utils.checkpoint`` region into its graph, or may do so.
+
+    There it cannot hold a forward's operator with an effect: it loses the order's token. Traced code asks.
+    """
+    try:
+        tracer = _translator().current_tx().output.current_tracer
+        while tracer is not None:
+            if tracer.source_target is torch.ops.higher_order.tag_activation_checkpoint:
+                return True
+            tracer = tracer.parent
+    except AttributeError:  # another version of torch
+        return True
+    return False
 
 
 # ---- Operators with effects, and objects that traced code calls. torch 2.14 renamed what an opaque object is. ----

@@ -115,7 +115,8 @@ def wrap(
     compiling = case.compiling
     if ep:
         options |= {"ep": case.bench.ep or case.num_ranks, "dispatch": dispatch_of(case)}
-        compiling = {**compiling, "fullgraph": False}  # rows that travel break a graph
+        static = case.bench.transport == "capacity" or not isinstance(options["dispatch"]["transport"], str)
+        compiling = {**compiling, "fullgraph": static and ep is True and not sharded}  # sharded experts are units
     if ep == "delayed":
         delay_experts(model)
     wrapped = maingrad.parallelize(model, form, units=units, fuse=fused, compile=compiled and compiling, **options)
@@ -164,11 +165,14 @@ def ours(case, form, *, graphed=False, recipe=None, optimizer_options=None, **ho
 
 def dispatch_of(case):
     """Options of ``TokenDispatcher``."""
-    bench, count = case.bench, case.architecture.sizes["num_experts"]
-    if bench.capacity_factor is not None:  # of symmetric exchanges, over all ranks
+    bench, sizes = case.bench, case.architecture.sizes
+    factor, over_all = bench.capacity_factor, bench.ep in (None, case.num_ranks)
+    if factor is not None or (bench.transport == "symmetric" and over_all):
         from maingrad.te_integration.experts.dispatch.symmetric import SymmetricExchange
 
-        return {"transport": SymmetricExchange(count, dist.group.WORLD, capacity_factor=bench.capacity_factor)}
+        rows = case.shape.batch * case.shape.length * sizes["num_experts_per_tok"]
+        options = {"max_rows": rows, "capacity_factor": factor}  # so known, compiled layers are whole
+        return {"transport": SymmetricExchange(sizes["num_experts"], dist.group.WORLD, **options)}
     return {"transport": bench.transport, **({} if bench.capacity is None else {"capacity": bench.capacity})}
 
 

@@ -155,7 +155,8 @@ class MixtureOfExperts(nn.Module):
             is_padding = is_padding.reshape(-1)
             expert_ids = expert_ids.masked_fill(is_padding[:, None], self.num_experts)
         chosen = tokens, expert_ids, routing.probs
-        if torch.compiler.is_compiling() and self.dispatcher is not None:  # numbers of rows differ from call to call
+        dispatcher, queue = self.dispatcher, self.experts.queue_now()
+        if torch.compiler.is_compiling() and dispatcher is not None and not dispatcher.runs_in_graph(queue):
             y, splits = run_outside_graph(MixtureOfExperts._of_experts, self, *chosen)
         else:
             y, splits = self._of_experts(*chosen)

@@ -158,11 +158,13 @@ class FusedExperts(MadeClass, GroupedModule):
         if self.config._experts_implementation not in self._form.implementations:
             chosen: Tensor = super().forward(hidden_states, top_k_index, top_k_weights)
             return chosen
-        breaks = self.dispatcher is not None or not self.runs_in_graph(top_k_index)
-        if torch.compiler.is_compiling() and breaks:
+        if torch.compiler.is_compiling() and not (self.runs_in_graph(top_k_index) and self._sends_in_graph()):
             output: Tensor = run_outside_graph(FusedExperts._forward, self, hidden_states, top_k_index, top_k_weights)
             return output
         return self._forward(hidden_states, top_k_index, top_k_weights)
+
+    def _sends_in_graph(self) -> bool:
+        return self.dispatcher is None or self.dispatcher.runs_in_graph(self.queue_now())
 
     def _forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])

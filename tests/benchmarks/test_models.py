@@ -4,6 +4,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import models
 import pytest
@@ -108,18 +109,27 @@ def test_rows_of_tensor_parallelism(tmp_path: Path, num_microbatches: int) -> No
 
 @pytest.mark.in_turn
 def test_rows_whose_experts_are_spread_train_as_those_that_are_whole() -> None:
-    def losses(name: str) -> list[float]:
-        step = step_of(MIXTURE, name, num_microbatches=2, rank=dist.get_rank(), num_ranks=2)
+    def losses(name: str, **options: Any) -> list[float]:
+        step = step_of(MIXTURE, name, num_microbatches=2, rank=dist.get_rank(), num_ranks=2, **options)
         return [step().item() for _ in range(3)]
 
+    static = {"transport": "capacity", "capacity": 32}  # all tokens of a rank, so none is dropped; graphs are whole
     expected = simulate(losses, 2, "zero1")
-    for name in ("zero1_ep", "zero1_ep_delayed", "zero3_ep", "zero3_ep_delayed"):
-        for found, whole in zip(simulate(losses, 2, name), expected, strict=True):
+    for name, options in (
+        ("zero1_ep", {}),
+        ("zero1_ep_delayed", {}),
+        ("zero3_ep", {}),
+        ("zero3_ep_delayed", {}),
+        ("zero1_ep_compiled", static),
+        ("zero1_ep_delayed_compiled", static),
+        ("zero3_ep_compiled", static),
+    ):
+        for found, whole in zip(simulate(losses, 2, name, **options), expected, strict=True):
             assert found == pytest.approx(whole, rel=1e-3), name
 
 
 def test_graphed_rows_with_experts_over_ranks_are_refused_by_reason() -> None:
-    def reason(device: str, architecture: Architecture = MIXTURE, **options: object) -> str | None:
+    def reason(device: str, architecture: Architecture = MIXTURE, **options: Any) -> str | None:
         case = Case(ModelsBench(**options), architecture, Shape(2, 16), 0, 2, torch.device(device))
         return ROWS["zero1_ep_graphed_compiled"].refuse(case)
 
@@ -131,9 +141,9 @@ def test_graphed_rows_with_experts_over_ranks_are_refused_by_reason() -> None:
 
 
 def step_of(
-    architecture: Architecture, name: str, num_microbatches: int = 1, rank: int = 0, num_ranks: int = 1
+    architecture: Architecture, name: str, num_microbatches: int = 1, rank: int = 0, num_ranks: int = 1, **options: Any
 ) -> Callable[[], torch.Tensor]:
-    bench = ModelsBench(num_microbatches=num_microbatches, backend="aot_eager")
+    bench = ModelsBench(num_microbatches=num_microbatches, backend="aot_eager", **options)
     case = Case(bench, architecture, Shape(2, 16), rank, num_ranks, CPU)
     return ROWS[name].build(case)
 

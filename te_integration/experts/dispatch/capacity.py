@@ -22,10 +22,10 @@ from ..moe_permutation import RowIdMap, row_id_map
 from .all_to_all import exchange, reporter_of, to_experts, to_senders
 from .transport import Meanwhile
 
-__all__ = ["Capacity"]
+__all__ = ["Capacity", "Slots"]
 
 
-class _Slots(NamedTuple):
+class Slots(NamedTuple):
     """Where the rows of one ``send`` are."""
 
     rows: Tensor
@@ -49,14 +49,16 @@ class Capacity:
             raise ValueError(f"TokenDispatcher: capacity={capacity} rows of a rank for an expert")
         self.num_experts, self.group, self.capacity = num_experts, group, capacity
         self.num_local = num_experts // group_size(group)
+        self.num_received = num_experts * capacity
+        """S."""
         self.num_dropped: Tensor | None = None
         """int64 on the device: rows that this rank has dropped since the first ``send``, recomputes included."""
         self._reporter = reporter_of(group)
 
     def send(
-        self, tensors: Sequence[Tensor], counts: Tensor, sent: _Slots | None = None, meanwhile: Meanwhile = None
-    ) -> tuple[list[Tensor], Tensor, _Slots]:
-        """See ``TokenTransport``; S is E C."""
+        self, tensors: Sequence[Tensor], counts: Tensor, sent: Slots | None = None, meanwhile: Meanwhile = None
+    ) -> tuple[list[Tensor], Tensor, Slots]:
+        """See ``TokenTransport``."""
         route = self._route(tensors[0].shape[0], counts) if sent is None else sent
         travelling = [
             tensor.index_select(0, route.rows) if len(tensor) else tensor.new_zeros(len(route.rows), *tensor.shape[1:])
@@ -65,7 +67,7 @@ class Capacity:
         arrived = self._exchange(travelling, meanwhile)
         return [to_experts(tensor, route.sorting) for tensor in arrived], route.sorting.splits, route
 
-    def send_back(self, tensors: Sequence[Tensor], sent: _Slots, meanwhile: Meanwhile = None) -> list[Tensor]:
+    def send_back(self, tensors: Sequence[Tensor], sent: Slots, meanwhile: Meanwhile = None) -> list[Tensor]:
         """See ``TokenTransport``."""
         arrived = self._exchange([to_senders(tensor, sent.sorting) for tensor in tensors], meanwhile)
         # Zeros by choice and not by a product, which would make NaN of the Inf in an empty slot.
@@ -74,7 +76,7 @@ class Capacity:
             for tensor in arrived
         ]
 
-    def _route(self, num_rows: int, counts: Tensor) -> _Slots:
+    def _route(self, num_rows: int, counts: Tensor) -> Slots:
         places = torch.arange(self.capacity, device=counts.device)
         kept = counts.clamp(max=self.capacity)
         if self.num_dropped is None:
@@ -93,7 +95,7 @@ class Capacity:
         experts = torch.arange(self.num_local, device=counts.device).expand(from_ranks.numel() // self.num_local, -1)
         is_filled = places < from_ranks.view_as(experts)[..., None]
         ids = torch.where(is_filled, experts[..., None], self.num_local)
-        return _Slots(rows.view(-1), slots, has_none, row_id_map(ids.view(-1, 1), self.num_local))
+        return Slots(rows.view(-1), slots, has_none, row_id_map(ids.view(-1, 1), self.num_local))
 
     def _exchange(self, tensors: Sequence[Tensor], meanwhile: Meanwhile) -> Sequence[Tensor]:
         if self.group is None or self.group.size() == 1:

@@ -27,6 +27,7 @@ from ...wgrad_queue import Filling, WgradQueue, fill_wait, filling
 from ..moe_permutation import RowIdMap, moe_permute, moe_permute_with_probs, moe_unpermute
 from .all_to_all import AllToAll
 from .capacity import Capacity
+from .compiled_dispatch import Place, send_back_in_graph, send_in_graph
 from .quantized_rows import RowSpecs, send_rows
 from .symmetric import SymmetricExchange
 from .transport import Meanwhile, TokenTransport
@@ -92,7 +93,8 @@ class TokenDispatcher:
                    and in backward their gradients, travel to the experts in 8 bits
 
     All ranks call it in one order, a rank without tokens too. One dispatcher may serve all layers. Backward computes
-    what a ``WgradQueue(fill_waits=True)`` holds while rows travel. Compiled code breaks its graph at both methods.
+    what a ``WgradQueue(fill_waits=True)`` holds while rows travel. Compiled code holds both methods in its graph, or
+    breaks it: see ``runs_in_graph``.
     Raises ``ValueError`` for a transport that is not known, and experts that do not divide over the ranks.
     """
 
@@ -122,6 +124,7 @@ class TokenDispatcher:
             self.transport = _TRANSPORTS[transport](num_experts, self.group)
         else:
             raise ValueError(f"TokenDispatcher: transport={transport!r} is none of capacity, {', '.join(_TRANSPORTS)}")
+        self._place = Place(self.transport)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "TokenDispatcher":
         return self  # ranks cannot be copied, and nothing here belongs to one model
@@ -145,10 +148,19 @@ class TokenDispatcher:
 
         Rows are sorted by expert, then by sender. Rows behind the last expert's may hold anything.
         """
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and not self.runs_in_graph(queue):
             broken: Any = run_outside_graph(TokenDispatcher._dispatch, self, x, expert_ids, probs, queue, meanwhile)
             return broken  # type: ignore[no-any-return]
         return self._dispatch(x, expert_ids, probs, queue, meanwhile)
+
+    def runs_in_graph(self, queue: WgradQueue | None = None) -> bool:
+        """Whether ``torch.compile`` takes ``dispatch`` and ``combine`` into its graph; if not, each breaks it.
+
+        The transport must know how many rows a rank receives at most. Rows in 8 bits, and backwards that compute what
+        the queue holds while rows travel, need eager code.
+        """
+        queue = queue_of_block() if queue is None else queue
+        return self._place.is_usable and not self.quantize_rows and (queue is None or not queue.fill_waits)
 
     def _dispatch(
         self,
@@ -158,13 +170,18 @@ class TokenDispatcher:
         queue: WgradQueue | None,
         meanwhile: Callable[[], Any] | None,
     ) -> tuple[Tensor, Tensor, Tensor | None, Dispatched]:
-        waiting = filling(queue_of_block() if queue is None else queue)
         if probs is None:
             rows, sorting = moe_permute(x, expert_ids, self.num_experts)
             travelling = [rows]
         else:
             rows, row_probs, sorting = moe_permute_with_probs(x, probs, expert_ids, self.num_experts)
             travelling = [rows, row_probs]
+        if torch.compiler.is_compiling():
+            (rows, *rest), splits, sent = send_in_graph(self._place, travelling, sorting.splits)
+            way = _Way(sorting.splits, sent, None, None)
+            of_graph = Dispatched(sorting, way, None if meanwhile is None else meanwhile())
+            return rows, splits, rest[0] if rest else None, of_graph
+        waiting = filling(queue_of_block() if queue is None else queue)
         result: list[Any] = []
         specs = RowSpecs.of(recipe_now() if self.quantize_rows else None)
         received, splits, sent = send_rows(
@@ -194,7 +211,9 @@ class TokenDispatcher:
         probs      [T, k]  multiply the copies here; None: the experts did, or none count
         meanwhile          runs while rows travel, as the experts of another microbatch
         """
-        if torch.compiler.is_compiling():
+        way = dispatched.way
+        in_graph = self._place.is_usable and way.waiting is None and way.of_grad is None
+        if torch.compiler.is_compiling() and not in_graph:
             broken: Tensor = run_outside_graph(TokenDispatcher._combine, self, rows, dispatched, probs, meanwhile)
             return broken
         return self._combine(rows, dispatched, probs, meanwhile)
@@ -203,11 +222,16 @@ class TokenDispatcher:
         self, rows: Tensor, dispatched: Dispatched, probs: Tensor | None, meanwhile: Callable[[], object] | None
     ) -> Tensor:
         sorting, way, _ = dispatched
+        if torch.compiler.is_compiling():
+            places = sorting.places if probs is None else None
+            copies = send_back_in_graph(self._place, rows, way.sent, sorting.copies.shape[0], places)
+            if meanwhile is not None:
+                meanwhile()
+            return copies if probs is None else _weighted_sum(copies, sorting, probs)
         (arrived,) = self.transport.send_back([rows.detach()], way.sent, meanwhile)
         if probs is not None:
             (copies,) = _Travelled.apply(partial(self._again, way, None), [arrived], rows)
-            copies = copies * probs.reshape(-1).index_select(0, sorting.copies)[:, None].to(copies.dtype)
-            return moe_unpermute(copies, sorting)
+            return _weighted_sum(copies, sorting, probs)
         # As one function, which saves no tensor: a recompute for backward's sake ends before these rows travel.
         summed = unpermute_rows(arrived, sorting.places)
         (y,) = _Travelled.apply(partial(self._again, way, sorting.places), [summed], rows)
@@ -223,6 +247,11 @@ class TokenDispatcher:
         if places is not None:
             grads = [permute_rows(grads[0], places)]
         return send_rows(self.transport, way.of_grad, grads, way.counts, way.sent, way.in_backward)[0]
+
+
+def _weighted_sum(copies: Tensor, sorting: RowIdMap, probs: Tensor) -> Tensor:
+    copies = copies * probs.reshape(-1).index_select(0, sorting.copies)[:, None].to(copies.dtype)
+    return moe_unpermute(copies, sorting)
 
 
 class _Travelled(torch.autograd.Function):

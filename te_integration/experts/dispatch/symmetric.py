@@ -30,12 +30,12 @@ if HAS_TRITON:
     )
     from ....kernels.triton_support import is_interpreted
 
-__all__ = ["SymmetricExchange"]
+__all__ = ["Route", "SymmetricExchange"]
 
 _ALIGNMENT = 128
 
 
-class _Route(NamedTuple):
+class Route(NamedTuple):
     """The way that the rows of one ``send`` take."""
 
     plan: Tensor
@@ -71,9 +71,13 @@ class SymmetricExchange:
     ) -> None:
         self.group = group
         self.num_local = num_experts // group.size()
-        self.max_rows = max_rows
         self.capacity_factor = group.size() if capacity_factor is None else capacity_factor
         self.timeout = timeout
+        self.max_rows: int | None = None
+        self.num_received: int | None = None
+        """S; None before the first call, if that says ``max_rows``."""
+        if max_rows is not None:
+            self._allow(max_rows)
         self.num_dropped: Tensor | None = None
         """[1] int64 on the device: received rows beyond S, in all calls so far; None before the first."""
         self._exchange: Exchange | None = None
@@ -82,32 +86,36 @@ class SymmetricExchange:
         self._side: torch.cuda.Stream | None = None
 
     def send(
-        self, tensors: Sequence[Tensor], counts: Tensor, sent: _Route | None = None, meanwhile: Meanwhile = None
-    ) -> tuple[list[Tensor], Tensor, _Route]:
+        self, tensors: Sequence[Tensor], counts: Tensor, sent: Route | None = None, meanwhile: Meanwhile = None
+    ) -> tuple[list[Tensor], Tensor, Route]:
         """See ``TokenTransport``."""
         route = self._route(len(tensors[0]), counts) if sent is None else sent
         told = None if sent is not None else counts.contiguous()
         return self._travel(tensors, route, told, meanwhile), route.splits, route
 
-    def send_back(self, tensors: Sequence[Tensor], sent: _Route, meanwhile: Meanwhile = None) -> list[Tensor]:
+    def send_back(self, tensors: Sequence[Tensor], sent: Route, meanwhile: Meanwhile = None) -> list[Tensor]:
         """See ``TokenTransport``."""
         return self._travel(tensors, sent, None, meanwhile, back=True)
 
-    def _route(self, rows: int, counts: Tensor) -> _Route:
+    def _route(self, rows: int, counts: Tensor) -> Route:
         if self.max_rows is None:
             _refuse_capture(counts)
             most = torch.tensor(rows, device=counts.device)
             dist.all_reduce(most, dist.ReduceOp.MAX, self.group)
-            self.max_rows = int(most)
+            self._allow(int(most))
+        assert self.max_rows is not None, "it is known now"
         if rows > self.max_rows:
             raise ValueError(f"SymmetricExchange: {rows} rows, and max_rows={self.max_rows}: give a larger one")
         plan = counts.new_empty(2 * len(counts) + 1, dtype=torch.int32)
-        return _Route(plan, counts.new_empty(self.num_local, dtype=torch.int64), rows)
+        return Route(plan, counts.new_empty(self.num_local, dtype=torch.int64), rows)
+
+    def _allow(self, rows: int) -> None:
+        self.max_rows, self.num_received = rows, math.ceil(self.capacity_factor * rows)
 
     def _travel(
         self,
         tensors: Sequence[Tensor],
-        route: _Route,
+        route: Route,
         counts: Tensor | None,
         meanwhile: Meanwhile,
         *,
@@ -116,7 +124,7 @@ class SymmetricExchange:
         """One exchange, on the current stream, or beside ``meanwhile`` on a side stream that the current waits for."""
         sources = [each.contiguous() for each in tensors]
         exchange, offsets = self._places(sources, route)
-        most = math.ceil(self.capacity_factor * (self.max_rows or 0))
+        most = self.num_received or 0
         results = [each.new_empty(route.rows if back else most, *each.shape[1:]) for each in tensors]
         shape = MANY if meanwhile is None else FEW
 
@@ -143,7 +151,7 @@ class SymmetricExchange:
             stream.wait_stream(self._side)  # memory of this call is the current stream's again
         return results
 
-    def _places(self, tensors: Sequence[Tensor], route: _Route) -> "tuple[Exchange, list[int]]":
+    def _places(self, tensors: Sequence[Tensor], route: Route) -> "tuple[Exchange, list[int]]":
         """The buffers, and where each tensor lies in a half of them; larger buffers where they do not fit."""
         nbytes = [4 * len(route.plan)]  # counts lie in front
         nbytes += [(self.max_rows or 0) * math.prod(each.shape[1:]) * each.element_size() for each in tensors]

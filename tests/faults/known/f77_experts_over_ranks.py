@@ -237,4 +237,30 @@ FAULTS = [
             )
         ],
     ),
+    Fault(
+        "77s-a-compiler-merges-exchanges",
+        sentence="A compiled graph has one of two equal exchanges, and none whose rows nobody reads: other ranks wait.",
+        tests=[TESTS + "test_in_programs.py::test_a_compiled_graph_keeps_every_exchange"],
+        changes=[
+            Change(
+                "maingrad.te_integration.torch_internals",
+                "make_effectful_op",
+                "_give_effect(op, _effect_type.ORDERED)",
+                "pass",
+            ),
+        ],
+    ),
+    Fault(
+        "77t-a-graph-recomputes-its-exchanges",
+        sentence="A compiled graph holds the exchanges of a region that it recomputes, and fails in torch.",
+        tests=[TESTS + "test_in_programs.py::test_a_graph_that_holds_its_exchanges_has_the_same_gradients"],
+        changes=[
+            Change(
+                "maingrad.te_integration.torch_internals",
+                "is_tracing_recomputed",
+                "is torch.ops.higher_order.tag_activation_checkpoint",
+                "is torch.ops.higher_order.wrap",
+            ),
+        ],
+    ),
 ]

@@ -1,0 +1,228 @@
+"""Dispatch and combine in a form that ``torch.compile`` takes into its graph: one operator for each way of the rows.
+
+A transport qualifies if the host knows beforehand how many rows a rank receives at most, and reads nothing. Operators
+have an ordered effect, as ``compiled_wgrad.py`` explains: all ranks exchange in one order, and a compiler that dropped,
+merged or repeated an exchange on one of them would leave the others waiting. What the transport keeps of a way is a
+list of tensors in a graph. Legend: as in ``transport.py``; T tokens.
+"""
+
+import itertools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ....kernels import unpermute_rows
+from ....kernels.operators import permute_rows_op
+from ...dense.compiled_wgrad import can_compile, refuse_graphs_of_torch
+from ...torch_internals import is_tracing_recomputed, make_effectful_op
+from ..moe_permutation import RowIdMap
+from .capacity import Capacity, Slots
+from .symmetric import Route, SymmetricExchange
+
+__all__ = ["Place", "send_back_in_graph", "send_in_graph"]
+
+
+class _Form(NamedTuple):
+    """How graphs see what a transport keeps of a way."""
+
+    transport: type[Any]
+    tensors: Callable[[Any], list[Tensor]]
+    """``sent`` -> tensors; the last has the rows of each local expert."""
+    restored: Callable[[Sequence[Tensor], int], Any]
+    """Such tensors and R -> ``sent``."""
+    empty: Callable[[Tensor, int, int, int], list[Tensor]]
+    """Tensors of the same shapes: of the counts [E], R, S and E / ep."""
+
+
+_FORMS = (
+    _Form(
+        Capacity,
+        lambda sent: [*sent[:-1], *sent.sorting],
+        lambda tensors, rows: Slots(tensors[0], tensors[1], tensors[2], RowIdMap(*tensors[3:])),
+        lambda counts, rows, received, num_local: [
+            counts.new_empty(received),
+            counts.new_empty(rows),
+            counts.new_empty(rows, dtype=torch.bool),
+            counts.new_empty(received, 1),
+            counts.new_empty(received),
+            counts.new_empty(num_local),
+        ],
+    ),
+    _Form(
+        SymmetricExchange,
+        lambda sent: [sent.plan, sent.splits],
+        lambda tensors, rows: Route(tensors[0], tensors[1], rows),
+        lambda counts, rows, received, num_local: [
+            counts.new_empty(2 * counts.shape[0] + 1, dtype=torch.int32),
+            counts.new_empty(num_local),
+        ],
+    ),
+)
+
+_transports: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
+"""By the number in the ``key`` of their ``Place``. Dispatchers own them."""
+_numbers = itertools.count()
+
+
+class Place:
+    """A transport as graphs name it."""
+
+    def __init__(self, transport: Any) -> None:
+        number = next(_numbers)
+        self.key = torch.tensor(number, dtype=torch.int64, device="cpu")
+        """As ``WgradHandle.key``: an input of the graph, so that the blocks of several dispatchers share one."""
+        self.form = next((at for at, form in enumerate(_FORMS) if type(transport) is form.transport), -1)
+        """Index in ``_FORMS``; -1: it needs eager code."""
+        self.transport = transport
+        if self.form >= 0:
+            _transports[number] = transport
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether the graph that is traced can name it: ``num_received`` may need a first call."""
+        if self.form < 0 or self.transport.num_received is None or _send_op is None or not can_compile():
+            return False
+        return not torch.compiler.is_compiling() or not is_tracing_recomputed()
+
+
+def send_in_graph(place: Place, tensors: Sequence[Tensor], counts: Tensor) -> tuple[list[Tensor], Tensor, Any]:
+    """``TokenTransport.send`` of rows that have not travelled before. Differentiable."""
+    rows, num_sent = tensors[0].shape[0], len(tensors)
+    transport = place.transport
+    found = _sent_in_graph(place.key, place.form, transport.num_received, transport.num_local, counts, *tensors)
+    sent = found[num_sent:]
+    return list(found[:num_sent]), sent[-1], _FORMS[place.form].restored(sent, rows)
+
+
+def send_back_in_graph(place: Place, rows: Tensor, sent: Any, num_rows: int, places: Tensor | None = None) -> Tensor:
+    """``TokenTransport.send_back``: [S, D] -> [R, D]. Differentiable.
+
+    places  [T, k]: the sum over the copies of each token, [T, D], by the same operator, for a compiler keeps results of
+            operators with effects for backward, and copies are k times larger
+    """
+    of_way = _FORMS[place.form].tensors(sent)
+    returned: Tensor = _returned_in_graph(place.key, place.form, num_rows, rows, places, *of_way)
+    return returned
+
+
+@torch.compiler.allow_in_graph
+def _sent_in_graph(*arguments: Any) -> tuple[Tensor, ...]:
+    return _Sent.apply(*arguments)  # type: ignore[no-any-return]
+
+
+@torch.compiler.allow_in_graph
+def _returned_in_graph(*arguments: Any) -> Tensor:
+    return _Returned.apply(*arguments)  # type: ignore[no-any-return]
+
+
+class _Sent(torch.autograd.Function):
+    """Tensors [R, ...] -> the same as received [S, ...], then those of ``sent``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, key: Tensor, form: int, received: int, num_local: int, counts: Tensor, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        found = _send_op(list(tensors), key, counts, [], form, received, num_local)
+        ctx.save_for_backward(key, *found[len(tensors) :])
+        ctx.form, ctx.rows = form, tensors[0].shape[0]
+        return tuple(found)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        key, *sent = ctx.saved_tensors
+        _, _, _, _, _, *needed = ctx.needs_input_grad  # alike on all ranks
+        wanted = [grad for grad, needs in zip(grads, needed, strict=False) if needs]
+        gone = iter(_back_op(wanted, key, sent, ctx.form, ctx.rows, None) if wanted else ())
+        return None, None, None, None, None, *(next(gone) if needs else None for needs in needed)
+
+
+class _Returned(torch.autograd.Function):
+    """Rows [S, D] -> [R, D], or with ``places`` [T, D]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, key: Tensor, form: int, num_rows: int, rows: Tensor, places: Tensor | None, *sent: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(key, places, *sent)
+        ctx.form, ctx.received = form, rows.shape[0]
+        (found,) = _back_op([rows], key, list(sent), form, num_rows, places)
+        return found  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        key, places, *sent = ctx.saved_tensors
+        grad = grads[0] if places is None else permute_rows_op(grads[0], places)
+        (again,) = _send_op([grad], key, None, sent, ctx.form, ctx.received, 0)
+        return None, None, None, again, None, *[None] * len(sent)
+
+
+# ---- The operators. ----
+
+
+def _transport_of(key: Tensor, like: Tensor) -> Any:
+    refuse_graphs_of_torch(like)
+    transport = _transports.get(int(key.item()))
+    if transport is None:
+        raise RuntimeError("a TokenDispatcher was freed between its compiled forward and the backward: keep it")
+    return transport
+
+
+def _send(
+    tensors: list[Tensor],
+    key: Tensor,
+    counts: Tensor | None,
+    sent: Sequence[Tensor],
+    form: int,
+    received: int,
+    num_local: int,
+) -> list[Tensor]:
+    transport, (_, flat, restored, _) = _transport_of(key, tensors[0]), _FORMS[form]
+    if counts is None:
+        arrived: list[Tensor] = transport.send(tensors, sent[-1], restored(sent, 0))[0]
+        return arrived
+    arrived, _, way = transport.send(tensors, counts)
+    return [*arrived, *flat(way)]
+
+
+def _fake_send(
+    tensors: list[Tensor],
+    key: Tensor,
+    counts: Tensor | None,
+    sent: Sequence[Tensor],
+    form: int,
+    received: int,
+    num_local: int,
+) -> list[Tensor]:
+    arrived = [tensor.new_empty(received, *tensor.shape[1:]) for tensor in tensors]
+    return arrived if counts is None else [*arrived, *_FORMS[form].empty(counts, len(tensors[0]), received, num_local)]
+
+
+def _back(
+    tensors: list[Tensor], key: Tensor, sent: Sequence[Tensor], form: int, rows: int, places: Tensor | None
+) -> list[Tensor]:
+    back: list[Tensor] = _transport_of(key, tensors[0]).send_back(tensors, _FORMS[form].restored(sent, rows))
+    return back if places is None else [unpermute_rows(back[0], places)]
+
+
+_send_op: Any = make_effectful_op(
+    "send_rows",
+    "Tensor[] tensors, Tensor key, Tensor? counts, Tensor[] sent, int form, SymInt received, int num_local",
+    _send,
+    returns="Tensor[]",
+    fake=_fake_send,
+)
+"""Received rows, and behind those of a first way what the transport keeps of it; ``sent``: rows go that way again."""
+
+_back_op: Any = make_effectful_op(
+    "send_rows_back",
+    "Tensor[] tensors, Tensor key, Tensor[] sent, int form, SymInt rows, Tensor? places",
+    _back,
+    returns="Tensor[]",
+    fake=lambda tensors, key, sent, form, rows, places: [
+        tensor.new_empty(rows if places is None else places.shape[0], *tensor.shape[1:]) for tensor in tensors
+    ],
+)
+"""[S, ...] each -> [R, ...]; with ``places`` [T, k] the sums [T, D] of the one tensor's rows."""
