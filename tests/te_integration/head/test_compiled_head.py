@@ -97,3 +97,16 @@ def test_the_function_of_a_plain_weight_is_in_the_graph() -> None:
     compiled = torch.compile(linear_cross_entropy, backend="aot_eager", fullgraph=True)
     compiled(x, same, targets).backward()
     assert torch.equal(weight.grad, same.grad)
+
+
+def test_in_fp64_a_compiled_head_is_as_exact_as_eager_code() -> None:
+    x, targets = batch()
+    eager, compiled = Model(bias=True).double(), Model(bias=True).double()
+    compiled.forward = torch.compile(compiled.forward, backend="aot_eager", fullgraph=True)  # type: ignore[method-assign]
+    losses = [model(x.double(), targets) for model in (eager, compiled)]
+    assert losses[1].dtype is torch.float64
+    assert torch.equal(*losses)
+    for loss in losses:
+        loss.backward()
+    for parameter, same in zip(eager.parameters(), compiled.parameters(), strict=True):
+        assert torch.equal(parameter.grad, same.grad)
