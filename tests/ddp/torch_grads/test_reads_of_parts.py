@@ -257,7 +257,7 @@ def test_a_parameter_takes_gradients_of_its_own_elements_alone() -> None:
     same, other = (make_sharded_grad(torch.ones(6), info_of((4, 3), start, start + 6)) for start in (0, 6))
     assert adopt_grad(same, mine) is same
     assert adopt_grad(torch.ones(2, 3), mine).shard is mine
-    with pytest.raises(RuntimeError, match="elements 0 to 6 .* a shard of other elements: elements 6 to 12"):
+    with pytest.raises(RuntimeError, match=r"elements 0 to 6 .* a shard of other elements: elements 6 to 12"):
         adopt_grad(other, mine)
     with pytest.raises(RuntimeError, match=r"of shape \(2, 3\), and was given \(3, 2\)"):
         adopt_grad(torch.ones(3, 2), mine)
