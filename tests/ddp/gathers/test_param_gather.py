@@ -1,6 +1,7 @@
 """Gathers under the next forward: every way to read a parameter gives the new weights."""
 
 import copy
+import inspect
 import io
 from collections.abc import Callable
 from typing import Any
@@ -323,6 +324,30 @@ def test_compiled_modules_see_the_new_weights(what: str) -> None:
     """One simulated rank at a time compiles: Dynamo's state is the process's."""
     for with_compile, without in simulate(compiled, RANKS, what):
         assert with_compile == without
+
+
+def frames_around_compiled_code() -> list[int]:
+    torch._dynamo.reset()
+    depths = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            depths.append(len(inspect.stack(context=0)))
+            return graph.forward(*args)
+
+        return run
+
+    ddp, _, step = trainer(overlap=True)
+    ddp.module.first.compile(backend=backend)
+    for _ in range(5):
+        step()
+    return depths
+
+
+def test_a_compiled_module_waits_in_one_function_after_any_number_of_steps() -> None:
+    for depths in simulate(frames_around_compiled_code, RANKS):
+        assert len(depths) == 5
+        assert len(set(depths[2:])) == 1
 
 
 def compiled_anew(what: str) -> tuple[list[int], list[int], list[float]]:

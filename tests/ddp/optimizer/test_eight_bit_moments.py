@@ -152,6 +152,30 @@ def test_each_form_reads_what_the_others_have_saved(tmp_path: Path, kind: str, s
     assert_same(joined([parts_of(other)]), joined([parts_of(third)]))
 
 
+class ManyVectors(nn.Module):
+    """A bucket of many vectors, each with a block of its own, and one of a matrix with more elements in fewer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.vectors = nn.ParameterList(torch.randn(8) for _ in range(80))
+        self.matrix = nn.Linear(24, 640, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.matrix(x).view(-1, 80, 8) * torch.stack(list(self.vectors))
+
+
+def test_a_bucket_with_fewer_elements_may_have_more_blocks() -> None:
+    found = []
+    for place in (None, "host"):
+        config = DistributedDataParallelConfig(bucket_size=2000, calculate_per_token_loss=True)
+        model = DistributedDataParallel(ManyVectors().bfloat16(), config)
+        optimizer = DistributedOptimizer(model, **HYPER, offload_state=place)
+        train(optimizer, range(3))
+        found.append(joined([parts_of(optimizer)]))
+    assert_same(*found)
+
+
 def test_bytes_of_the_state() -> None:
     optimizer = make()
     train(optimizer, range(1))

@@ -386,6 +386,28 @@ class Heads(nn.Module):
         return self.out(self.norm(self.q(x).unflatten(-1, (-1, 3))).flatten(-2))
 
 
+def layer_that_gathers_its_input() -> None:
+    mesh = make_mesh(1, 2)
+    rank = mesh["tp"].get_local_rank()
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(8, 12))
+    model = copy.deepcopy(plain)
+    convert_linears(model)
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(input_layouts=Shard(0))})
+    wrapped = DistributedDataParallel(model, process_group=mesh["dp"])
+    x = torch.linspace(-1, 2, 4 * 8).view(4, 8)
+    found, expected = wrapped(x.chunk(2)[rank]), plain(x)
+    torch.testing.assert_close(found, expected.chunk(2, 1)[rank])
+    found.square().sum().backward()
+    wrapped.finish_grad_sync()
+    expected.square().sum().backward()
+    torch.testing.assert_close(model[0].weight.main_grad, plain[0].weight.grad.chunk(2)[rank], rtol=1e-5, atol=1e-5)
+
+
+def test_a_part_of_the_input_is_gathered_where_a_plan_says_so() -> None:
+    simulate(layer_that_gathers_its_input, 2)
+
+
 def norm_of_heads() -> None:
     mesh = make_mesh(2, 2)
     torch.manual_seed(0)

@@ -19,6 +19,7 @@ from maingrad.ddp.collectives.rank_grid import RankGrid
 from maingrad.ddp.torch_grads.over_ranks import ShardInfo, local_shape
 from maingrad.ddp.torch_grads.sharded_grad import (
     ShardedGrad,
+    adopt_grad,
     being_reduced,
     make_placeholder_grads,
     make_sharded_grad,
@@ -249,6 +250,17 @@ def test_a_shard_has_rows_where_it_can(shape: tuple[int, ...], start: int, end: 
     assert local_shape(info_of(shape, start, end)) == expected
     whole = math.prod(shape)
     assert local_shape(info_of(shape, start, end, flat=True)) == (shape if end - start == whole else (end - start,))
+
+
+def test_a_parameter_takes_gradients_of_its_own_elements_alone() -> None:
+    mine = info_of((4, 3), 0, 6)
+    same, other = (make_sharded_grad(torch.ones(6), info_of((4, 3), start, start + 6)) for start in (0, 6))
+    assert adopt_grad(same, mine) is same
+    assert adopt_grad(torch.ones(2, 3), mine).shard is mine
+    with pytest.raises(RuntimeError, match=r"elements 0 to 6 .* a shard of other elements: elements 6 to 12"):
+        adopt_grad(other, mine)
+    with pytest.raises(RuntimeError, match=r"of shape \(2, 3\), and was given \(3, 2\)"):
+        adopt_grad(torch.ones(3, 2), mine)
 
 
 def test_placeholders_are_zeros_that_nothing_changes() -> None:

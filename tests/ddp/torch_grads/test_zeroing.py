@@ -94,6 +94,18 @@ def test_gradients_are_zeroed_or_go_on_as_in_plain_pytorch(ranks: int, overlap: 
             torch.testing.assert_close(found[name], weight, rtol=1e-12, atol=1e-12)
 
 
+def test_zeros_stay_where_a_program_asks_for_them() -> None:
+    ddp = wrap(make_model())
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    for step in range(2):
+        loss_of(ddp, make_batches(1, seed=step)[0]).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        assert not any(param.grad.any() for param in ddp.parameters())
+    optimizer.zero_grad()
+    assert all(param.grad is None for param in ddp.parameters())
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -276,6 +276,18 @@ def test_a_gradient_that_nobody_sums_is_refused(way: str, mark: str) -> None:
         assert "set the mark to False" in text
 
 
+def has_parts_among_all_ranks(way: str) -> str:
+    model = Cut(0)
+    model.norm.weight.sequence_parallel = True  # type: ignore[assignment]
+    return refusal(lambda: wrap(way, model))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_wrapper_around_all_ranks_averages_what_is_to_be_summed(way: str) -> None:
+    for text in all_texts(has_parts_among_all_ranks, way, ranks=2):
+        assert "'norm.weight' has sequence_parallel = True" in text
+
+
 def test_a_frozen_parameter_has_no_gradient_to_sum() -> None:
     def on_each_rank() -> None:
         dp, _ = groups()

@@ -97,3 +97,22 @@ def test_the_function_of_a_plain_weight_is_in_the_graph() -> None:
     compiled = torch.compile(linear_cross_entropy, backend="aot_eager", fullgraph=True)
     compiled(x, same, targets).backward()
     assert torch.equal(weight.grad, same.grad)
+
+
+@pytest.mark.parametrize("mode", ["recompute", "in_forward"])
+def test_in_fp64_a_compiled_head_is_as_exact_as_eager_code(mode: Any) -> None:
+    x, targets = batch()
+    eager, compiled = (wrap(Model(bias=True, mode=mode).double()) for _ in range(2))
+
+    def run(model: nn.Module) -> tuple[Tensor, Tensor]:
+        loss = model(x.double(), targets)
+        return loss, torch.ones((), dtype=loss.dtype)  # of the dtype that the compiler takes the loss for
+
+    found = run(eager), torch.compile(run, backend="aot_eager", fullgraph=True)(compiled.module)
+    losses, seen = zip(*found, strict=True)
+    assert all(each.dtype is torch.float64 for each in (*losses, *seen))
+    assert torch.equal(*losses)
+    for loss in losses:
+        loss.backward()
+    for parameter, same in zip(eager.parameters(), compiled.parameters(), strict=True):
+        assert torch.equal(parameter.grad, same.grad)

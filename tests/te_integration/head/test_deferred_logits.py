@@ -86,16 +86,21 @@ def test_a_loss_of_a_narrow_dtype_rounds_the_announced_gradient(name: str, dtype
 class PlainHead:
     """A head with logits: steps on ``DeferredLogits`` in its forward must be those steps on its logits."""
 
-    bias, mode, defers, out_features = None, "recompute", True, 7
+    mode, defers, out_features = "recompute", True, 7
     weight = torch.linspace(-1, 1, 35, dtype=torch.float64).view(7, 5).sin()
 
+    def __init__(self, bias: Tensor | None = None) -> None:
+        self.bias = bias
+
     def __call__(self, hidden: Tensor, targets: Tensor | None = None, **how: Any) -> Tensor:
+        terms, bias = how.get("terms"), how.get("bias")
+        bias = self.bias if bias is None else bias  # as of LossHead, one of them counts
         logits = hidden @ self.weight.T
+        logits = logits if bias is None else logits + bias
         if targets is None:
             return logits
-        terms, bias = how["terms"], how["bias"]
         assert terms.logit_softcap is None
-        logits = terms.logit_scale * (logits if bias is None else logits + bias)
+        logits = terms.logit_scale * logits
         return F.cross_entropy(logits, targets, reduction=how["reduction"])
 
 
@@ -110,8 +115,11 @@ STEPS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("steps", STEPS)
-def test_steps_between_logits_and_loss(steps: str) -> None:
-    head, hidden, targets = PlainHead(), torch.linspace(-2, 2, 30, dtype=torch.float64).view(6, 5), torch.arange(6)
+@pytest.mark.parametrize("bias", [None, OF_CLASSES.sin()], ids=["", "a bias of the head"])
+@pytest.mark.sampled(8)
+def test_steps_between_logits_and_loss(steps: str, bias: Tensor | None) -> None:
+    head, hidden = PlainHead(bias), torch.linspace(-2, 2, 30, dtype=torch.float64).view(6, 5)
+    targets = torch.arange(6)
     found = STEPS[steps](DeferredLogits.of_forward(head, hidden))
     expected = STEPS[steps](head(hidden))
     assert (found.dtype, found.shape) == (expected.dtype, expected.shape)

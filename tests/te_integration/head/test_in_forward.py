@@ -17,6 +17,7 @@ from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig
 from maingrad.fsdp import fully_shard
 from maingrad.launch import simulate
 from maingrad.te_integration import LinearCrossEntropy, make_graphed_callables
+from maingrad.te_integration.head import in_forward
 
 K, V, TOKENS = 8, 48, 14
 
@@ -189,6 +190,17 @@ def test_another_gradient_than_the_announced_one_is_refused() -> None:
         with pytest.raises(RuntimeError, match="was told another gradient of the loss"):
             (model(*batch(1), grad_scale=told) * factor).backward()
         check(model, expected)
+
+
+def test_where_the_host_does_not_wait_another_gradient_leaves_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, whose answer the host does not read."""
+    monkeypatch.setattr(in_forward, "poison_of", lambda *_: torch.tensor([float("nan")]))
+    head = LinearCrossEntropy(K, V, mode="in_forward")
+    model = ddp(head)
+    x = torch.randn(TOKENS, K, requires_grad=True)
+    (2 * model(x, torch.arange(TOKENS))).backward()
+    assert x.grad is not None and x.grad.isnan().all()
+    assert head.weight.main_grad.isnan().any(), "norms and checks of gradients find it"
 
 
 def test_a_scale_from_device_memory() -> None:
