@@ -17,7 +17,7 @@ from ..collectives.rank_grid import RankGrid, device_types_of, group_size
 from ..plan.cut import Range
 from ..plan.model_slice import ModelSlice
 
-__all__ = ["ShardInfo", "everyone_of", "local_shape", "max_over", "norms", "reduced", "whole"]
+__all__ = ["ShardInfo", "everyone_of", "local_shape", "max_over", "norms", "reduced", "whole", "whole_of_slices"]
 
 
 class ShardInfo(NamedTuple):
@@ -152,12 +152,16 @@ def max_over(grid: RankGrid, value: Tensor) -> Tensor:
 
 def whole(values: Tensor, shard: ShardInfo) -> Tensor:
     """All ranks' elements in the parameter's shape, plain, on every rank. Slices become the parameter of all slices."""
-    local, found = _whole_of_grid(values, shard), shard.cut_slice
+    return whole_of_slices(_whole_of_grid(values, shard), shard.cut_slice)
+
+
+def whole_of_slices(local: Tensor, found: ModelSlice | None) -> Tensor:
+    """The parameter of which tensor-parallel ranks have slices; ``local`` is this rank's, or a copy."""
     if found is None or found.dim is None:
         return local
     slices = local.new_zeros(found.shape)
     views = found.views_of(slices)
-    torch._foreach_copy_(views, local.split([view.shape[found.dim] for view in views], found.dim))
+    torch._foreach_copy_(views, local.detach().split([view.shape[found.dim] for view in views], found.dim))
     return _joined(slices, RankGrid(None, None, None, tensor=found.group))
 
 

@@ -213,6 +213,14 @@ def refuse_graphs(case):
     return None if case.device.type == "cuda" else "CUDA graphs need CUDA devices"
 
 
+def refuse_graphed_experts(case):
+    """Why a step whose experts are spread over ranks cannot be a CUDA graph; None if it can."""
+    refusal = refuse_experts(case) or refuse_graphs(case)
+    if refusal is None and case.bench.transport == "all_to_all" and case.bench.capacity_factor is None:
+        return "transport all_to_all reads split sizes on the host, which no CUDA graph replays"
+    return refusal
+
+
 def refuse_auto_graphs(_):
     """Why ``maingrad.graphed`` cannot be measured; None if it can."""
     return None if hasattr(maingrad, "graphed") else "this maingrad has no maingrad.graphed"

@@ -28,6 +28,7 @@ from contenders import (
     refuse_copy_engines,
     refuse_embedding,
     refuse_experts,
+    refuse_graphed_experts,
     refuse_graphs,
     refuse_symm_mem,
     refuse_tensor_parallel,
@@ -251,20 +252,26 @@ def _no_logits(row, name, label, *, options, mode, **how):
 
 
 def _experts(pair, name, words, options):
-    """Rows of one form whose experts are spread over ranks, and with their weight gradients under the exchanges."""
+    """Rows of one form whose experts are spread over ranks, and with their weight gradients under the exchanges.
+
+    Each is there as a CUDA graph too.
+    """
     about = f"{options}; experts spread over ranks (--ep, --transport)"
     label = f"{words}, experts over ranks"
     delayed = "their weight gradients while rows travel"
-    return {
-        **pair(f"{name}_ep", label, options=about, ep=True, refuse=refuse_experts),
-        **pair(
-            f"{name}_ep_delayed",
-            f"{label}, {delayed}",
-            options=f"{about}; {delayed}",
-            ep="delayed",
-            refuse=refuse_experts,
-        ),
-    }
+    rows: dict[str, Row] = {}
+    for named, ep, then in ((f"{name}_ep", True, ""), (f"{name}_ep_delayed", "delayed", delayed)):
+        as_label, as_options = (", ".join(filter(None, (label, then))), "; ".join(filter(None, (about, then))))
+        rows |= pair(named, as_label, options=as_options, ep=ep, refuse=refuse_experts)
+        rows |= pair(
+            f"{named}_graphed",
+            f"{as_label}, one CUDA graph",
+            options=f"{as_options}; GraphedTrainingStep",
+            ep=ep,
+            graphed=True,
+            refuse=refuse_graphed_experts,
+        )
+    return rows
 
 
 def _symmetric(stage, reshard):

@@ -22,7 +22,8 @@ def cross_entropy_in_place(
 
     =======  ======  ===================================================================================
     logits   [T, V]  bf16, fp16, fp32 or fp64, adjacent columns; without ``grads`` they stay
-    targets  [T]     int64; out of range and not ignored: NaN on CUDA, ``RuntimeError`` on a CPU
+    targets  [T]     int64; out of range and not ignored: NaN on CUDA, ``RuntimeError`` on a CPU; with
+                    ``terms.in_part`` V is a class that is not here
     lse      [T]     of an earlier call with these logits: no loss is computed; None: computed
     grads    [T]     gradient of each token's loss, fp32 (fp64 for fp64), any stride; None: no gradient
     =======  ======  ===================================================================================

@@ -30,11 +30,16 @@ class MeshConfig(Table):
     dp: Count | None = None
     """Data-parallel ranks. None: as many as the other axes leave."""
     tp: Count = 1
-    """Tensor-parallel ranks: each has a part of the heads and of the width of feed-forwards. Divides ``num_heads``,
-    ``num_kv_heads`` and ``ffn_dim``."""
+    """Tensor-parallel ranks: each has a part of the heads, of the width of feed-forwards and of the vocabulary. Divides
+    ``num_heads``, ``num_kv_heads`` and ``ffn_dim``."""
+    sequence_parallel: bool = False
+    """Outside of attention, feed-forwards and head each tensor-parallel rank has a part of every sequence: activations
+    take ``tp`` times less memory. ``tp`` divides ``sequence_length / cp``."""
     cp: Count = 1
-    """Context-parallel ranks: each has a part of every sequence, and in attention a part of the heads that ``tp``
-    leaves (Ulysses)."""
+    """Context-parallel ranks: each has a part of every sequence. Divides ``sequence_length``."""
+    cp_attention: Literal["ulysses", "ring"] = "ulysses"
+    """Ulysses: in attention each rank has a part of the heads that ``tp`` leaves, which ``cp`` divides. Ring: keys and
+    values travel; a rank has a part of the front and one of the back of each sequence, which ``2 * cp`` divides."""
     pp: Count = 1
     """Pipeline stages: 1. ``maingrad.te_integration.pipeline`` has stages for a loop of one's own."""
     ep: Count = 1
@@ -51,6 +56,11 @@ class MeshConfig(Table):
 
         remedy = "has no effect with mesh.ep = 1; leave it out"
         self.require(self.ep > 1 or self.transport == "all_to_all", "transport", remedy)
+
+    @property
+    def waits_for_rows(self) -> bool:
+        """Whether the host waits for numbers of rows, so that no step is a CUDA graph."""
+        return self.ep > 1 and self.transport == "all_to_all"
 
     @property
     def ranks_of_sample(self) -> int:
@@ -82,10 +92,21 @@ class MeshConfig(Table):
         for name in ("num_heads", "num_kv_heads", "ffn_dim"):
             remedy = f"must divide model.{name} = {getattr(model, name)}"
             self.require(getattr(model, name) % self.tp == 0, "tp", remedy)
-        remedy = f"must divide model.num_heads / mesh.tp = {model.num_heads // self.tp}, for attention exchanges heads"
-        self.require(model.num_heads // self.tp % self.cp == 0, "cp", remedy)
-        remedy = f"must divide train.sequence_length = {sequence_length}"
-        self.require(sequence_length % self.cp == 0, "cp", remedy)
+        remedy = f"must be at most model.vocab_size = {model.vocab_size}"
+        self.require(self.tp <= model.vocab_size, "tp", remedy)
+        remedy = (
+            f"must divide model.num_heads / mesh.tp = {model.num_heads // self.tp}, for attention exchanges heads; "
+            f'mesh.cp_attention = "ring" does not'
+        )
+        ring = self.cp_attention == "ring"
+        self.require(ring or model.num_heads // self.tp % self.cp == 0, "cp", remedy)
+        remedy = f"must divide train.sequence_length{' / 2' if ring else ''} = {sequence_length / (1 + ring):g}"
+        self.require(sequence_length % (self.cp * (1 + ring)) == 0, "cp", remedy)
+        remedy = "has no dropout inside attention, and needs model.dropout = 0 and mesh.cp above 1"
+        self.require(not ring or (self.cp > 1 and not model.dropout), "cp_attention", remedy)
+        remedy = f"needs mesh.tp, which divides train.sequence_length / mesh.cp = {sequence_length // self.cp}"
+        shares = self.tp > 1 and sequence_length // self.cp % self.tp == 0
+        self.require(shares or not self.sequence_parallel, "sequence_parallel", remedy)
 
     def data_ranks(self, world_size: int) -> int:
         """``dp`` of so many ranks. Raises ``ConfigError`` if they are no such mesh."""

@@ -96,18 +96,18 @@ class Config:
         if settings.cuda_graph is True:
             self._check_graph()
         self.mesh.check_model(model, settings.sequence_length)
-        remedy = "draws other masks on each tensor-parallel rank, which no graph can: set train.cuda_graph = false"
-        captures = self.mesh.tp > 1 and settings.cuda_graph is not False
-        model.require(not (captures and model.dropout), "dropout", remedy)
-        remedy = (
-            "draws other masks on each tensor-parallel rank, which no compiled block can: set train.compile = false"
-        )
-        compiles = self.mesh.tp > 1 and settings.compile
-        model.require(not (compiles and model.dropout), "dropout", remedy)
+        remedy = "would differ where tensor-parallel ranks have the same activations: set mesh.sequence_parallel = true"
+        same = self.mesh.tp > 1 and not self.mesh.sequence_parallel
+        model.require(not (same and model.dropout), "dropout", remedy)
         remedy = (
             "updates whole matrices, of which tensor-parallel ranks have slices: set mesh.tp = 1, or another optimizer"
         )
         self.optimizer.require(self.mesh.tp == 1 or not self.optimizer.has_muon, "name", remedy)
+        ring = self.mesh.cp_attention == "ring"
+        remedy = 'has masks that mesh.cp_attention = "ring" does not know: set "join" or "pad", or "ulysses" there'
+        data.require(not ring or data.documents != "mask", "documents", remedy)
+        remedy = 'does not go with mesh.cp_attention = "ring": leave it out, or set "ulysses" there'
+        settings.require(not (ring and settings.compile), "compile", remedy)
         # Raise for values that contradict ``parallel``.
         check_ddp(self.ddp, self.parallel)
         self.fsdp.check_parallel(self.parallel)
@@ -127,9 +127,8 @@ class Config:
             "does not go with ddp.check_for_nan_in_grad and ddp.check_replicas_every, which read results on the host"
         )
         settings.require(not reads, "cuda_graph", remedy)
-        waits = self.mesh.ep > 1 and self.mesh.transport == "all_to_all"
         remedy = 'does not go with mesh.transport = "all_to_all", which waits for numbers of rows: set "symmetric"'
-        settings.require(not waits, "cuda_graph", remedy)
+        settings.require(not self.mesh.waits_for_rows, "cuda_graph", remedy)
         remedy = 'does not go with data.documents = "mask" and "pad": numbers of targets differ from step to step'
         settings.require(self.data.documents == "join", "cuda_graph", remedy)
         remedy = (

@@ -1,21 +1,26 @@
-"""A GPT whose blocks tensor-parallel ranks hold together: heads of attention, and columns of feed-forwards.
+"""A GPT that tensor-parallel ranks hold together: heads of attention, columns of feed-forwards, and words.
 
-=================  ======================================  =============================================================
-weight             rank r of n has                         its input, or output
-=================  ======================================  =============================================================
-attention.qkv      the r-th part of q's, k's and v's rows  input of all ranks (``enter``)
-attention.out      the r-th part of the columns            output summed over ranks (``leave``)
-ffn.gate_up        the r-th part of gate's and up's rows   input of all ranks
-ffn.down           the r-th part of the columns            output summed over ranks
-all others         all of it                               equal on all ranks
-=================  ======================================  =============================================================
+=================  =====================================  =============================================================
+weight             rank r of n has                        its input, or output
+=================  =====================================  =============================================================
+attention.qkv      the r-th part of q's, k's and v's rows input of all ranks
+attention.out      the r-th part of the columns           output summed over ranks
+ffn.gate_up        the r-th part of gate's and up's rows  input of all ranks
+ffn.down           the r-th part of the columns           output summed over ranks
+embedding          the r-th part of the rows              output summed over ranks
+head               the r-th part of the rows              input of all ranks; losses exchange two numbers for each token
+all others         all of it                              equal on all ranks
+=================  =====================================  =============================================================
 
-Each cut parameter is a plain one, which knows its ``ModelSlice``.
+With sequence parallelism each rank has, between these, the r-th part of every sequence: inputs are gathered, sums are
+scattered, and a norm's gradient is a part of a sum. ``te_integration/dense/tensor_parallel.py`` has the exchanges.
+
+Each parameter is a plain one, which knows its ``ModelSlice``.
 """
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -23,60 +28,71 @@ from torch import Tensor, nn
 
 from ...ddp.plan.cut import Box
 from ...ddp.plan.model_slice import ModelSlice, set_model_slice
+from ...te_integration import LinearCrossEntropy
+from ...te_integration.dense.tensor_parallel import exchange_over_ranks, ranks_of
 from .feed_forward import FeedForward
 from .gpt import GPT, Attention
 
-__all__ = ["cut_gpt", "whole_of"]
+__all__ = ["cut_gpt"]
 
 
-def cut_gpt(model: GPT, rank: int, size: int, group: dist.ProcessGroup | None) -> None:
-    """Leave ``model`` what the ``rank``-th of ``size`` tensor-parallel ranks has. Before it is compiled or wrapped.
+def cut_gpt(model: GPT, group: dist.ProcessGroup, *, sequence_parallel: bool = False, runs: bool = True) -> None:
+    """Leave ``model`` what this one of the tensor-parallel ranks has. Before it is compiled or wrapped.
 
-    group  those ranks; None only for a plan, which runs no forward
+    runs  False: for a plan, and ``group`` has a rank and a size, but no ranks
 
     The sizes are as ``MeshConfig.check_model`` wants them.
     """
+    rank, size = group.rank(), group.size()
+    ranks = ranks_of(group, 1 if sequence_parallel else None) if runs else None
 
-    def cut(linear: Any, dim: int, parts: Sequence[int]) -> None:
-        whole = linear.weight
-        ends = accumulate(parts)
-        starts = [end - part + rank * (part // size) for end, part in zip(ends, parts, strict=True)]
-        boxes = []
-        for start, part in zip(starts, parts, strict=True):
-            offsets, sizes = [0] * whole.ndim, list(whole.shape)
-            offsets[dim], sizes[dim] = start, part // size
-            boxes.append(Box(tuple(offsets), tuple(sizes)))
-        own = [whole.detach().narrow(dim, start, part // size) for start, part in zip(starts, parts, strict=True)]
-        linear.weight = nn.Parameter(torch.cat(own, dim))
+    def cut(linear: Any, mode: Literal["column", "row"], parts: Sequence[int]) -> None:
+        dim = 0 if mode == "column" else 1
+        linear.weight = _cut(linear.weight, dim, parts, group)
         linear.out_features, linear.in_features = linear.weight.shape
         linear.mark_delayed_weights()
-        set_model_slice(linear.weight, ModelSlice(tuple(whole.shape), tuple(boxes), dim, group, "slice"))
+        if ranks is not None:
+            exchange_over_ranks(linear, [mode], ranks, group)
 
+    words = model.embedding.weight
     for module in model.modules():
         if isinstance(module, Attention):
-            cut(module.qkv, 0, module.split)
-            cut(module.out, 1, module.split[:1])
+            cut(module.qkv, "column", module.split)
+            cut(module.out, "row", module.split[:1])
             module.num_heads, module.num_kv_heads = module.num_heads // size, module.num_kv_heads // size
             module.split = module.qkv.matrix_rows = [rows // size for rows in module.split]
-            module.tensor_group = group
         elif isinstance(module, FeedForward):
             width = module.down.in_features
-            cut(module.gate_up, 0, [width, width])
-            cut(module.down, 1, [width])
-            module.tensor_group = group
+            cut(module.gate_up, "column", [width, width])
+            cut(module.down, "row", [width])
+        elif isinstance(module, nn.RMSNorm) and sequence_parallel:
+            shape = tuple(module.weight.shape)
+            whole = ModelSlice(shape, (Box((0,), shape),), None, group, "partial")
+            set_model_slice(module.weight, whole)
+    tied = model.head.weight is words
+    cut(model.head, "column", [model.vocab_size])
+    model.embedding.weight = model.head.weight if tied else _cut(words, 0, [model.vocab_size], group)
+    model.embedding.num_embeddings = len(model.embedding.weight)
+    model.tensor_ranks, model.first_word = ranks, part_of(model.vocab_size, rank, size)[0]
+    if isinstance(model.head, LinearCrossEntropy):
+        model.head.first_class = model.first_word
 
 
-def whole_of(local: Tensor, held: ModelSlice | None) -> Tensor:
-    """The whole parameter, of which ``local`` is this rank's part. Collective over the tensor-parallel ranks."""
-    if held is None or held.dim is None or held.group is None:
-        return local
-    values = [torch.empty_like(local) for _ in range(held.group.size())]
-    dist.all_gather(values, local.detach().contiguous(), group=held.group)
-    boxes: list[Any] = [None] * len(values)
-    dist.all_gather_object(boxes, held.boxes, group=held.group)
-    whole = local.new_empty(held.shape)
-    for part, of_rank in zip(values, boxes, strict=True):
-        pieces = part.split([box.sizes[held.dim] for box in of_rank], held.dim)
-        for box, piece in zip(of_rank, pieces, strict=True):
-            whole[tuple(slice(at, at + n) for at, n in zip(*box, strict=True))] = piece
-    return whole
+def part_of(count: int, rank: int, size: int) -> tuple[int, int]:
+    """Start and length of the ``rank``-th of ``size`` parts. Where they are uneven, the first ones have one more."""
+    each, more = divmod(count, size)
+    return rank * each + min(rank, more), each + (rank < more)
+
+
+def _cut(whole: Tensor, dim: int, parts: Sequence[int], group: dist.ProcessGroup) -> nn.Parameter:
+    """A rank's part of each of the ``parts`` of ``whole`` along ``dim``."""
+    boxes = []
+    for end, part in zip(accumulate(parts), parts, strict=True):
+        start, length = part_of(part, group.rank(), group.size())
+        offsets, sizes = [0] * whole.ndim, list(whole.shape)
+        offsets[dim], sizes[dim] = end - part + start, length
+        boxes.append(Box(tuple(offsets), tuple(sizes)))
+    held = ModelSlice(tuple(whole.shape), tuple(boxes), dim, group, "slice")
+    param = nn.Parameter(torch.cat(held.views_of(whole.detach()), dim))
+    set_model_slice(param, held)
+    return param

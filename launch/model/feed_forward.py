@@ -4,13 +4,11 @@ Legend: D width of the model, F width of the feed-forward.
 """
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...te_integration import Linear
 from ..config.run import ModelConfig
-from ..parallelizing.exchanges import enter, leave
 
 __all__ = ["FeedForward", "make_linear"]
 
@@ -24,13 +22,12 @@ class FeedForward(nn.Module):
         super().__init__()
         self.gate_up = make_linear(config, config.dim, 2 * ffn_dim, device, delay_wgrad)
         self.down = make_linear(config, ffn_dim, config.dim, device, delay_wgrad)
-        self.tensor_group: dist.ProcessGroup | None = None
-        """The ranks that have the other parts of both weights."""
 
     def forward(self, x: Tensor) -> Tensor:
         """``x`` [..., D] -> [..., D]."""
-        gate, up = self.gate_up(enter(x, self.tensor_group)).chunk(2, dim=-1)
-        return leave(self.down(F.silu(gate) * up), self.tensor_group)
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        y: Tensor = self.down(F.silu(gate) * up)
+        return y
 
 
 def make_linear(

@@ -23,8 +23,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...te_integration import Embedding, Linear, LinearCrossEntropy, TokenDispatcher, autocast
+from ...te_integration.dense.products import Ranks
+from ...te_integration.dense.tensor_parallel import from_rows
 from ..config.run import ModelConfig
-from ..parallelizing.exchanges import draws_apart, enter, leave, ulysses
+from ..parallelizing.exchanges import ALONE, ContextRanks, ring_attention, ulysses
 from .feed_forward import FeedForward, make_linear
 from .loss import count_targets, find_padding, mean_loss
 from .moe import MixtureOfExperts, RouterStats, router_losses
@@ -67,17 +69,15 @@ class Attention(nn.Module):
         self.qkv = make_linear(config, config.dim, sum(self.split), device, delay_wgrad)
         self.qkv.matrix_rows = self.split  # for Muon
         self.out = make_linear(config, config.dim, config.dim, device, delay_wgrad)
-        self.tensor_group: dist.ProcessGroup | None = None
-        """The ranks that have the other heads' parts of both weights."""
-        self.context_group: dist.ProcessGroup | None = None
+        self.context = ALONE
         """The ranks that have the other parts of the sequences."""
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
         """``x`` [B, T, D] -> [B, T, D]; ``cos`` and ``sin`` [T, C / 2]; ``mask`` [B, 1, T, T] bool, None: causal.
 
-        With ``context_group`` T is that of this rank's part of the sequences, but in ``mask`` that of the whole ones.
+        With ``context`` T is that of this rank's part of the sequences, but in ``mask`` that of the whole ones.
         """
-        q, k, v = self.qkv(enter(x, self.tensor_group)).split(self.split, dim=-1)
+        q, k, v = self.qkv(x).split(self.split, dim=-1)
         q = rotate(rearrange(q, "b t (h c) -> b h t c", h=self.num_heads), cos, sin)
         k = rotate(rearrange(k, "b t (k c) -> b k t c", k=self.num_kv_heads), cos, sin)
         v = rearrange(v, "b t (k c) -> b k t c", k=self.num_kv_heads)
@@ -86,19 +86,16 @@ class Attention(nn.Module):
         dropout = self.dropout if self.training else 0.0
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            with draws_apart(self.tensor_group if dropout else None, q.device):
-                return F.scaled_dot_product_attention(
-                    q,
-                    k,
-                    v,
-                    attn_mask=mask,
-                    is_causal=mask is None,
-                    dropout_p=dropout,
-                    enable_gqa=k.shape[1] != q.shape[1],
-                )
+            gqa = k.shape[1] != q.shape[1]
+            return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=mask is None, enable_gqa=gqa)
 
-        mixed = ulysses(attend, q.to(dtype), k.to(dtype), v.to(dtype), self.context_group)
-        return leave(self.out(rearrange(mixed, "b h t c -> b t (h c)").to(x.dtype)), self.tensor_group)
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+        if self.context.ring and self.context.group is not None:
+            mixed = ring_attention(q, k, v, self.context.group)
+        else:
+            mixed = ulysses(attend, q, k, v, self.context.group)
+        y: Tensor = self.out(rearrange(mixed, "b h t c -> b t (h c)").to(x.dtype))
+        return y
 
 
 class Block(nn.Module):
@@ -182,8 +179,12 @@ class GPT(nn.Module):
         self.register_buffer("rotary_sin", sin, persistent=False)
         self.rotary_cos: Tensor
         self.rotary_sin: Tensor
-        self.context_group: dist.ProcessGroup | None = None
+        self.context = ALONE
         """The ranks that have the other parts of the sequences; ``share_sequences`` sets it."""
+        self.tensor_ranks: Ranks | None = None
+        """The ranks that have the other words' rows of embedding and head; ``cut_gpt`` sets it."""
+        self.first_word = 0
+        """The token id of this rank's first row."""
         self.loss_group: dist.ProcessGroup | None = None
         """The ranks whose losses are averaged: routers balance experts over the tokens of all of them."""
         self.loss_parts: LossParts | None = None
@@ -214,11 +215,11 @@ class GPT(nn.Module):
         """Number of token ids."""
         return self.config.vocab_size
 
-    def share_sequences(self, group: dist.ProcessGroup | None) -> None:
-        """From here on tokens and targets are this rank's part of sequences, the rank-th of equal ones."""
+    def share_sequences(self, context: ContextRanks) -> None:
+        """From here on tokens and targets are this rank's part of sequences, as ``context.own`` has it."""
         for module in self.modules():
             if isinstance(module, GPT | Attention):
-                module.context_group = group
+                module.context = context
 
     def share_experts(self, rank: int, size: int, mesh: DeviceMesh | None, transport: str = "all_to_all") -> None:
         """Keep the ``rank``-th of ``size`` parts of the experts: see ``MixtureOfExperts``."""
@@ -233,23 +234,20 @@ class GPT(nn.Module):
         Negative targets do not count, and experts and their routers leave out padding: the places of a row behind its
         last target that counts. With ``positions`` [B, T] int64, which begin at 0 with each document, attention
         stays within documents; rotary positions are relative, so those of the sequence serve all documents. They are
-        those of whole sequences where ranks share sequences.
+        those of whole sequences where ranks share sequences. Logits of tensor-parallel ranks are those of their words.
 
         In training, the returned loss includes the losses of all routers; ``loss_parts`` holds the parts.
         Raises ``ValueError`` for sequences longer than ``context_length``.
         """
-        group = self.context_group
-        length, part, parts = tokens.shape[1], *((0, 1) if group is None else (group.rank(), group.size()))
-        if length * parts > self.config.context_length:
+        length = tokens.shape[1] * self.context.size
+        if length > self.config.context_length:
             raise ValueError(
-                f"a sequence of {length * parts} tokens is longer than model.context_length = "
-                f"{self.config.context_length}"
+                f"a sequence of {length} tokens is longer than model.context_length = {self.config.context_length}"
             )
-        places = slice(part * length, (part + 1) * length)
-        cos, sin = self.rotary_cos[places], self.rotary_sin[places]
+        cos, sin = (self.context.own(table[:length], 0) for table in (self.rotary_cos, self.rotary_sin))
         mask = None if positions is None else _within_documents(positions)
-        is_padding = None if targets is None or not self.config.num_experts else find_padding(targets)
-        x = self.dropout(self.embedding(tokens))
+        is_padding = None if targets is None or not self.config.num_experts else find_padding(targets, self.context)
+        x = self.dropout(self._embedded(tokens))
         routers: list[RouterStats] = []
         for block in self.blocks:
             x, stats = block(x, cos, sin, mask, is_padding)
@@ -262,12 +260,22 @@ class GPT(nn.Module):
             if self.config.fused_loss:
                 loss: Tensor = self.head(self.norm(x), targets, num_tokens=count_targets(targets))
             else:
-                loss = mean_loss(self.head(self.norm(x)), targets)
+                loss = mean_loss(self.head(self.norm(x)), targets, self.tensor_ranks, self.first_word)
         if routers:
             of_routers = router_losses(routers, self.config, self.loss_group)
             self.loss_parts = LossParts(loss.detach(), *of_routers[1:])
             loss = loss + of_routers.weighted
         return loss
+
+    def _embedded(self, tokens: Tensor) -> Tensor:
+        """``tokens`` [B, T] -> [B, T, D]; under sequence parallelism this rank's part of T."""
+        if self.tensor_ranks is None:
+            whole: Tensor = self.embedding(tokens)
+            return whole
+        rows, own = self.embedding.num_embeddings, tokens - self.first_word
+        # Other ranks' words get any rows: many of one row would make its gradient one long sum.
+        found = self.embedding(own.remainder(rows)).masked_fill(((own < 0) | (own >= rows))[..., None], 0.0)
+        return from_rows(found, self.tensor_ranks)
 
 
 def _make_head(config: ModelConfig, device: torch.device | None) -> Linear | LinearCrossEntropy:

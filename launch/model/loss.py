@@ -1,19 +1,28 @@
 """The mean of a loss over the targets that count, and the places that no loss depends on."""
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+
+from ...te_integration.dense.products import Ranks
+from ...te_integration.head.over_ranks import cross_entropy_over_ranks
+from ..parallelizing.exchanges import ALONE, ContextRanks
 
 __all__ = ["count_targets", "find_padding", "mean_loss"]
 
 
-def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
+def mean_loss(logits: Tensor, targets: Tensor, ranks: Ranks | None = None, first: int = 0) -> Tensor:
     """Mean cross-entropy in nats of ``logits`` [B, T, V] over ``targets`` [B, T] that are not negative; fp32.
 
-    0 where no target counts.
+    0 where no target counts. ``logits`` of tensor-parallel ``ranks`` are those of the classes from ``first`` on.
     """
     flat = targets.reshape(-1)
-    total = F.cross_entropy(logits.reshape(-1, logits.shape[-1]).float(), flat, ignore_index=-100, reduction="sum")
+    rows = logits.reshape(-1, logits.shape[-1]).float()
+    if ranks is None:
+        total = F.cross_entropy(rows, flat, ignore_index=-100, reduction="sum")
+    else:
+        total = cross_entropy_over_ranks(rows, flat, ranks, first).sum()
     return total / count_targets(flat)
 
 
@@ -22,12 +31,14 @@ def count_targets(targets: Tensor) -> Tensor:
     return (targets >= 0).sum().clamp(min=1)
 
 
-def find_padding(targets: Tensor) -> Tensor:
+def find_padding(targets: Tensor, context: ContextRanks = ALONE) -> Tensor:
     """Which places of ``targets`` [B, T] lie behind the last target of their row that is not negative; bool [B, T].
 
     No loss depends on these inputs where attention is causal. A negative target before that place may be that of a
-    prompt, which later tokens attend to.
+    prompt, which later tokens attend to, those of other ranks of ``context`` too.
     """
-    places = torch.arange(targets.shape[1], device=targets.device)
+    places = context.own(torch.arange(targets.shape[1] * context.size, device=targets.device), 0)
     last = torch.where(targets >= 0, places, -1).amax(1, keepdim=True)
+    if context.group is not None:
+        dist.all_reduce(last, dist.ReduceOp.MAX, group=context.group)
     return places > last

@@ -1,23 +1,54 @@
-"""Differentiable exchanges between the ranks that compute one sample: parts of sequences and heads, and sums.
+"""What context-parallel ranks exchange for attention.
 
 Context-parallel ranks have a part of each sequence. ``ulysses`` lets their attention see whole sequences, of some heads
-(Jacobs et al., 2023). Tensor-parallel ranks have parts of the weights: ``enter`` and ``leave`` are the two borders of
-what they compute apart (Shoeybi et al., 2019), and ``draws_apart`` is for random numbers in between.
+(Jacobs et al., 2023). In ``ring_attention`` keys and values travel (Liu et al., 2023).
 
 Legend: n ranks of the group, B sequences, H heads, T tokens of a whole sequence, C width of a head.
 """
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from einops import rearrange
 from torch import Tensor
 
-__all__ = ["draws_apart", "enter", "leave", "ulysses"]
+from ...kernels.compat import on_first_use
+
+__all__ = ["ALONE", "ContextRanks", "ring_attention", "ulysses"]
+
+_RING = "torch.distributed.tensor.experimental._context_parallel._attention._templated_ring_attention"
+_LOSS = 'mesh.cp_attention = "ring" has no attention'
+_ring, _ring_backward = on_first_use(_RING, loss=_LOSS), on_first_use(f"{_RING}_backward", loss=_LOSS)
+
+
+class ContextRanks(NamedTuple):
+    """The ranks that have parts of the same sequences."""
+
+    group: dist.ProcessGroup | None = None
+    ring: bool = False
+    """Attention is ``ring_attention``: a rank has a part from the front and one from the back."""
+
+    @property
+    def size(self) -> int:
+        """Number of parts."""
+        return 1 if self.group is None else self.group.size()
+
+    def own(self, x: Tensor, dim: int) -> Tensor:
+        """This rank's part of ``x`` along ``dim``, that of sequences."""
+        if self.group is None:
+            return x
+        rank = self.group.rank()
+        if not self.ring:
+            return x.chunk(self.size, dim)[rank]
+        parts = x.chunk(2 * self.size, dim)
+        return torch.cat((parts[rank], parts[-1 - rank]), dim)
+
+
+ALONE = ContextRanks()
+"""Each rank has whole sequences."""
 
 
 def ulysses(
@@ -58,31 +89,21 @@ def ulysses(
     return rearrange(_exchange(rearrange(mixed, "b h (n t) c -> n b h t c", n=size), group), "n b h t c -> b (n h) t c")
 
 
-def enter(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """``x``, which all ranks have, before each computes with its part of the weights: backward sums its gradients."""
-    entered: Tensor = x if group is None else _Enter.apply(x, group)
-    return entered
+def ring_attention(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Causal attention, whose keys and values travel from rank to rank -> [B, H, T / n, C]. Collective.
 
+    q, k, v  [B, H, T / n, C], k and v of as many heads or a divisor: this rank's part, as ``ContextRanks.own`` has it.
+             A causal mask then costs all ranks the same
 
-def leave(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """The sum of the ranks' parts ``x``. Each rank's gradient is the sum's."""
-    total: Tensor = x if group is None else _Leave.apply(x, group)
-    return total
+    It is torch's, of ``torch.distributed.tensor.experimental.context_parallel``, with the flash kernels of the device.
 
-
-@contextmanager
-def draws_apart(group: dist.ProcessGroup | None, device: torch.device) -> Iterator[None]:
-    """Random numbers in this context differ between the ranks of ``group``; behind it they are equal again.
-
-    The seed is drawn from the host's generator, so that recomputation draws the same numbers.
+    Raises ``TypeError`` on a GPU for other dtypes than bfloat16 and float16.
     """
-    if group is None:
-        yield
-        return
-    seed = int(torch.randint(2**62, ()))
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(seed + group.rank())
-        yield
+    if q.is_cuda and q.dtype.itemsize != 2:
+        raise TypeError(f"ring attention multiplies bfloat16 or float16 on a GPU, got {q.dtype}")
+    copies = q.shape[1] // k.shape[1]
+    mixed: Tensor = _Ring.apply(q, k.repeat_interleave(copies, dim=1), v.repeat_interleave(copies, dim=1), group)
+    return mixed
 
 
 def _exchange(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -104,25 +125,28 @@ class _Exchange(torch.autograd.Function):
         return _exchange(dy, ctx.group), None
 
 
-class _Enter(torch.autograd.Function):
+class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup) -> Tensor:
+        aten = torch.ops.aten
+        attend = aten._scaled_dot_product_flash_attention
+        if not q.is_cuda:
+            attend = aten._scaled_dot_product_flash_attention_for_cpu
+        mixed, lse, *rest = _ring()(group, 2, attend, query=q, key=k, value=v, is_causal=True, dropout_p=0.0)
+        ctx.save_for_backward(q, k, v, mixed, lse)
+        names = ("cum_seq_q", "cum_seq_k", "max_q", "max_k", "philox_seed", "philox_offset")
+        ctx.group, ctx.rest = group, dict(zip(names, rest, strict=False))  # of the GPU's kernel
+        found: Tensor = mixed
+        return found
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return leave(dy, ctx.group), None
-
-
-class _Leave(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        total = x.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return enter(dy, ctx.group), None
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, mixed, lse = ctx.saved_tensors
+        aten = torch.ops.aten
+        attend = aten._scaled_dot_product_flash_attention_backward
+        if not q.is_cuda:
+            attend = aten._scaled_dot_product_flash_attention_for_cpu_backward
+        operands = {"query": q, "key": k, "value": v, "out": mixed, "logsumexp": lse, "grad_out": dy.contiguous()}
+        options = {"grad_out_name": "grad_out", "is_causal": True, "dropout_p": 0.0}
+        grads = _ring_backward()(ctx.group, 2, attend, **operands, **options, **ctx.rest)
+        return *grads[:3], None

@@ -49,17 +49,20 @@ class SharedExperts(NamedTuple):
 
 
 def share_experts(
-    model: nn.Module, ranks: Ranks, ep: ExpertRanks | None, dispatch: Mapping[str, Any]
+    model: nn.Module, ranks: Ranks, ep: ExpertRanks | None, dispatch: Mapping[str, Any], *, fuse: bool
 ) -> SharedExperts | None:
     """Leave each rank its part of the experts in ``model``. Collective. None: nothing to be done.
 
     ranks      the data-parallel ranks
     ep         None: only experts that are cut over data-parallel ranks already
     dispatch   options of ``TokenDispatcher``
+    fuse       experts of Hugging Face will be converted
 
     Raises ``ValueError``, with the model unchanged, for experts that cannot be shared.
     """
     cut = _cut_already(model, ranks)
+    if not fuse and (ep is not None or any(map(_is_of_hugging_face, cut))):
+        raise ValueError("experts over ranks need fuse=True: fused experts send tokens, those of transformers do not")
     if ep is None:
         if not cut:
             return None
@@ -70,8 +73,11 @@ def share_experts(
     same = same_place(mesh, make_grid(ranks))
     experts: Mapping[Any, Any] = cut or dict.fromkeys(filter(_is_of_hugging_face, model.modules()), mesh)
     size = mesh.size()
-    for module in experts:
-        if _is_of_hugging_face(module) and not cut and module.num_experts % size:
+    for module in filter(_is_of_hugging_face, experts):
+        reason = why_not_experts(module, may_be_split=True) if cut else None
+        if reason is not None:
+            raise ValueError(f"experts that are cut over data-parallel ranks cannot dispatch: {reason}")
+        if not cut and module.num_experts % size:
             raise ValueError(f"ep: {size} ranks do not divide {module.num_experts} experts ({type(module).__name__})")
     dispatchers: dict[int, TokenDispatcher] = {}  # one for all layers: a transport may own memory
     for module in experts:

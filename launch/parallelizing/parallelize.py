@@ -169,14 +169,12 @@ def _share_experts(
     fuse: bool,
     options: Mapping[str, Any],
 ) -> SharedExperts | None:
-    if ep is not None and not fuse:
-        raise ValueError("ep needs fuse=True: fused experts send tokens, those of transformers do not")
     said = [name for name in ("expert_process_group", "tensor_parallel_group") if options.get(name) is not None]
     if ep is not None and said:
         raise ValueError(
             f"ep does not go with {said[0]}: it cuts experts over data-parallel ranks, and knows the others"
         )
-    return None if said else share_experts(model, mesh, ep, dispatch)
+    return None if said else share_experts(model, mesh, ep, dispatch, fuse=fuse)
 
 
 def _config_of(parallel: str, options: Mapping[str, Any]) -> DistributedDataParallelConfig:

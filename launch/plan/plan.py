@@ -2,8 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ...ddp.collectives.reduction import Placement, Placements
 from ...ddp.torch_grads.muon_groups import MuonGroups
@@ -100,7 +102,8 @@ def plan_run(config: Config, ranks: int) -> RunPlan:
     model = build_language_model(config.model, seed=0, device=torch.device("meta"))
     muon, parameters = config.optimizer.muon_of(model), count_of(model)
     if config.mesh.tp > 1 and isinstance(model, GPT):
-        cut_gpt(model, 0, config.mesh.tp, None)
+        group: Any = dist.ProcessGroup(0, config.mesh.tp)  # type: ignore[call-arg]  # a rank and a size alone
+        cut_gpt(model, group, sequence_parallel=config.mesh.sequence_parallel, runs=False)
     if config.mesh.ep > 1 and isinstance(model, GPT):
         model.share_experts(0, config.mesh.ep, None)
     units = lay_out(config, model, muon, ranks // config.mesh.tp)

@@ -77,11 +77,15 @@ def _buckets(config: Config, model: LanguageModel, muon: MuonGroups, ranks: int)
     wrapper, outer_size = with_whole_matrices(config.ddp, muon), config.num_instances
     row, inner_size = placements_of(wrapper), ranks // outer_size
     states = states_of(config, model, muon)
+    copies = inner_size * config.mesh.tp
     # As ``make_grids`` has them.
-    sizes = {"slice": inner_size, "dense": inner_size * config.mesh.tp, "expert": inner_size // config.mesh.ep}
+    sizes = {"slice": inner_size, "dense": copies, "partial": copies, "expert": inner_size // config.mesh.ep}
     owned = find_owned_params(model)
     if config.mesh.tp > 1:
-        owned = [each._replace(grid_name="slice" if model_slice_of(each.param) else "dense") for each in owned]
+        slices = [model_slice_of(each.param) for each in owned]
+        owned = [
+            each._replace(grid_name=held.grad if held else "dense") for each, held in zip(owned, slices, strict=True)
+        ]
     plan = plan_model(owned, wrapper, shard_degree=sizes if row.inner.scatters else 1)
     buckets = [
         PlacedBucket(

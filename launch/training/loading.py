@@ -60,14 +60,14 @@ def load_model(config: Config, runtime: Runtime) -> LanguageModel:
     )
     check_model(config, model)
     if isinstance(model, GPT):
-        model.share_sequences(runtime.context_group)
+        model.share_sequences(runtime.context)
         if dist.is_initialized():
             model.loss_group = runtime.loss_group or dist.group.WORLD
         if runtime.expert_mesh is not None:
             place, mesh = runtime.expert_mesh.get_local_rank(), runtime.mesh
             model.share_experts(place, mesh.ep, runtime.expert_mesh, mesh.transport)
         if runtime.tensor_group is not None:
-            cut_gpt(model, runtime.tensor_group.rank(), runtime.mesh.tp, runtime.tensor_group)
+            cut_gpt(model, runtime.tensor_group, sequence_parallel=config.mesh.sequence_parallel)
     recompute_blocks(model.blocks, config)
     # The embedding, the last norm, the head and the loss stay eager. A graph break in a block of the GPT raises.
     whole = isinstance(model, GPT) and runtime.expert_mesh is None  # tokens that travel break a graph

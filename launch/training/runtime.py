@@ -17,6 +17,7 @@ from ... import __version__
 from ...ddp.collectives.rank_grid import make_grid
 from ..config.error import ConfigError
 from ..config.run import MeshConfig
+from ..parallelizing.exchanges import ALONE, ContextRanks
 from ..parallelizing.experts import mesh_of
 
 __all__ = [
@@ -35,7 +36,7 @@ class Runtime(NamedTuple):
     world_size: int
     device: torch.device
     mesh: MeshConfig = MeshConfig()
-    context_group: dist.ProcessGroup | None = None
+    context: ContextRanks = ALONE
     """The ranks with other parts of this one's sequences, if there are any."""
     tensor_group: dist.ProcessGroup | None = None
     """The ranks with the same tokens, and other parts of the weights, if there are any."""
@@ -133,7 +134,9 @@ def current_runtime(device: Literal["auto", "cpu", "cuda"], mesh: MeshConfig | N
         return runtime
     sizes = data_ranks, mesh.cp, mesh.tp
     made = init_device_mesh(runtime.device.type, sizes, mesh_dim_names=("dp", "cp", "tp"))
-    runtime = runtime._replace(mesh=mesh, context_group=made["cp"].get_group() if mesh.cp > 1 else None)
+    runtime = runtime._replace(mesh=mesh)
+    if mesh.cp > 1:
+        runtime = runtime._replace(context=ContextRanks(made["cp"].get_group(), mesh.cp_attention == "ring"))
     if mesh.tp == 1:
         return runtime
     loss_group = made["dp", "cp"]._flatten().get_group()

@@ -119,7 +119,8 @@ class _Trainer:
         self.scheduler = LambdaLR(self.wrapped.optimizer, lambda step: lr_factor(config.optimizer, step, pace.fraction))
         self.saver = RunSaver(config, self.wrapped, is_main=runtime.is_main, say=display.message)
         self.profiler = StepProfiler(config, runtime)
-        self.graphed = self.wrapped.graphed(self._iteration, settings.cuda_graph)
+        how = False if config.mesh.waits_for_rows else settings.cuda_graph
+        self.graphed = self.wrapped.graphed(self._iteration, how)
         self.validated = True
         """False if an interrupted run ended before the validation that was due."""
         if resume_from is not None:
@@ -186,9 +187,8 @@ class _Trainer:
         """One optimizer step; returns this rank's mean loss over its microbatches, on the device."""
         settings, recorder = self.config.train, self.recorder
         recorder.step_begins(step)
-        # Seed, step and rank determine dropout, so a checkpoint needs no random state. Tensor-parallel ranks draw the
-        # same for what each of them computes whole.
-        entropy = np.random.SeedSequence([settings.seed, step, self.runtime.loss_rank])
+        # Seed, step and rank determine dropout, so a checkpoint needs no random state.
+        entropy = np.random.SeedSequence([settings.seed, step, self.runtime.rank])
         torch.manual_seed(int(entropy.generate_state(1, np.uint64)[0]))
         batches = [self._batch(step, microbatch) for microbatch in range(settings.num_microbatches)]
         inputs = torch.stack([each.inputs for each in batches])
@@ -208,10 +208,8 @@ class _Trainer:
 
     def _own_part(self, batch: Batch) -> Batch:
         """This rank's part of the sequences. Positions are whole: they say who may attend to whom."""
-        mesh, part = self.runtime.mesh, self.runtime.loss_rank % self.runtime.mesh.cp
-        return batch._replace(
-            inputs=batch.inputs.chunk(mesh.cp, dim=1)[part], targets=batch.targets.chunk(mesh.cp, dim=1)[part]
-        )
+        own = self.runtime.context.own
+        return batch._replace(inputs=own(batch.inputs, 1), targets=own(batch.targets, 1))
 
     def _document_arguments(self, step: int, batches: list[Batch]) -> list[Tensor]:
         """Arguments of ``_iteration``: none where all targets count, else weights, and under ``"mask"`` positions.

@@ -31,7 +31,7 @@ def units_of(
     )
     of_router = dataclasses.replace(policy, param_dtype=settings.dtype("router_dtype"))
     for block in model.blocks:
-        if isinstance(block.ffn, MixtureOfExperts):
+        if settings.num_experts and isinstance(block.ffn, MixtureOfExperts):
             if keeps_router:
                 yield block.ffn.router, of_router
             if block.ffn.has_part:

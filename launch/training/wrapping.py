@@ -26,11 +26,11 @@ from ...ddp.contract.record import GradRecord
 from ...ddp.plan.model_slice import model_slice_of
 from ...ddp.plan.owned_params import find_owned_params
 from ...ddp.torch_grads.muon_groups import MuonGroups
+from ...ddp.torch_grads.over_ranks import whole_of_slices
 from ...fsdp import FSDPModule
 from ...fsdp.module import root_of, unit_of
 from ...te_integration import GroupedMLP
 from ..config.run import Config, ConfigError, OptimizerConfig
-from ..model.cut_gpt import whole_of
 from ..model.hugging_face import HuggingFaceModel, LanguageModel
 from ..parallelizing.experts import SharedExperts, same_place
 from ..parallelizing.graphed import graphed
@@ -151,7 +151,7 @@ class Wrapped:
     def _whole_params(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter by name; one unit after the other is whole. Collective: take all of them on every rank."""
         for name, param in self._held_params():
-            yield name, whole_of(param, self._slices[name])
+            yield name, whole_of_slices(param, self._slices[name])
 
     def _held_params(self) -> Iterator[tuple[str, Tensor]]:
         """The same, but of this tensor-parallel rank."""

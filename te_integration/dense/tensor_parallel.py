@@ -41,7 +41,16 @@ from .hugging_face import MadeClass
 from .linear import LinearModule, ProductUse, brought, wanted_and_places, weight_grads
 from .products import Ranks, cast, dtype_of_products, input_grad, linear_product, rows_of
 
-__all__ = ["ParallelMode", "TensorParallelModule", "multiply_over_ranks", "ranks_of", "tensor_parallel_class"]
+__all__ = [
+    "ParallelMode",
+    "TensorParallelModule",
+    "exchange_over_ranks",
+    "from_rows",
+    "multiply_over_ranks",
+    "ranks_of",
+    "tensor_parallel_class",
+    "to_columns",
+]
 
 ParallelMode: TypeAlias = Literal["column", "row"]
 
@@ -243,12 +252,15 @@ class TensorParallelModule(MadeClass, LinearModule):
         self.set_marks()  # which copies lack
 
     def set_marks(self) -> None:
-        """Give the parameters Megatron's marks, by which wrappers and checkpoints know what they are of the whole."""
+        """Give the parameters Megatron's marks, by which wrappers and checkpoints know what they are of the whole.
+
+        Not where somebody else has cut them (``exchange_over_ranks``), and says it by their ``ModelSlice``.
+        """
         for name, param in self.__dict__["_parameters"].items():
             if name in self.cuts:
                 param.tensor_model_parallel = True
                 param.partition_dim, param.partition_stride = self.cuts[name]
-            elif param is not None:  # norms and biases of row-parallel layers see a part of the sequence
+            elif param is not None and self.cuts:  # norms and biases of row-parallel layers see a part of the sequence
                 param.sequence_parallel = self.ranks.sequence_dim is not None
 
     def _slice_of(self, whole: Tensor, name: str) -> Tensor:
@@ -296,17 +308,26 @@ def _cut_over_ranks(
             else:
                 cuts[weight] = cuts[weight.replace("weight", "bias")] = 0, 2 if gated else 1
     own = module.__dict__["_parameters"]
-    module.ranks, module.modes = ranks_of(group, 0 if sequence_parallel else None), tuple(modes)
-    module.tensor_parallel_members = tuple(dist.get_process_group_ranks(group))
+    exchange_over_ranks(module, modes, ranks_of(group, 0 if sequence_parallel else None), group)
     module.cuts = {each: cut for each, cut in cuts.items() if own.get(each) is not None}
-    cls: Any = type(module)
-    module.__class__ = tensor_parallel_class(cls)
     for each, (dim, blocks) in module.cuts.items():
         whole = own[each].detach()
         if whole.shape[dim] % (blocks * ranks):
             raise ValueError(f"{name}: {each} {list(whole.shape)} does not divide over {ranks} ranks in dim {dim}")
         own[each] = nn.Parameter(module._slice_of(whole, each).clone())
     module.set_marks()
+
+
+def exchange_over_ranks(module: Any, modes: Sequence[ParallelMode], ranks: Ranks, group: dist.ProcessGroup) -> None:
+    """Make a module whose parameters are slices exchange what its products need. The caller cuts them, and marks them.
+
+    modes  of each product
+    ranks  those of ``group``: ``ranks_of``
+    """
+    module.ranks, module.modes, module.cuts = ranks, tuple(modes), {}
+    module.tensor_parallel_members = tuple(dist.get_process_group_ranks(group))
+    cls: Any = type(module)
+    module.__class__ = tensor_parallel_class(cls)
 
 
 brought.multiply_over_ranks = multiply_over_ranks

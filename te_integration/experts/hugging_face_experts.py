@@ -51,10 +51,10 @@ def _known_implementations(cls: type) -> frozenset[str | None]:
     return frozenset(names | {"eager", None} if is_of_transformers(cls) else names)
 
 
-def why_not_experts(experts: Any) -> str | None:
+def why_not_experts(experts: Any, *, may_be_split: bool = False) -> str | None:
     """Why this module, whose class ``is_experts_class`` accepts, computes what cannot be replaced; or None."""
     cls = type(experts)
-    if getattr(experts, "_is_expert_parallel", False):
+    if getattr(experts, "_is_expert_parallel", False) and not may_be_split:
         return f"{cls.__name__} is split over ranks by transformers (expert parallelism)"
     if "_apply_gate" in vars(experts):
         return f"{cls.__name__}'s _apply_gate was replaced on this instance"

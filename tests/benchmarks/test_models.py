@@ -118,6 +118,18 @@ def test_rows_whose_experts_are_spread_train_as_those_that_are_whole() -> None:
             assert found == pytest.approx(whole, rel=1e-3), name
 
 
+def test_graphed_rows_with_experts_over_ranks_are_refused_by_reason() -> None:
+    def reason(device: str, architecture: Architecture = MIXTURE, **options: object) -> str | None:
+        case = Case(ModelsBench(**options), architecture, Shape(2, 16), 0, 2, torch.device(device))
+        return ROWS["zero1_ep_graphed_compiled"].refuse(case)
+
+    assert "reads split sizes on the host" in (reason("cuda") or "")
+    assert "CUDA devices" in (reason("cpu", transport="symmetric") or "")
+    assert "a model that has experts" in (reason("cuda", ARCHITECTURES["tiny"], transport="symmetric") or "")
+    for static in ({"transport": "symmetric"}, {"transport": "capacity", "capacity": 4}, {"capacity_factor": 1.5}):
+        assert reason("cuda", **static) is None
+
+
 def step_of(
     architecture: Architecture, name: str, num_microbatches: int = 1, rank: int = 0, num_ranks: int = 1
 ) -> Callable[[], torch.Tensor]:

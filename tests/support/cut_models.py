@@ -23,12 +23,18 @@ __all__ = [
     "Way",
     "backward",
     "batch",
+    "copy_in",
     "cut",
+    "gather_in",
     "joined",
     "loss_of",
     "plain_grads",
     "ranks_of_mesh",
+    "reduce_out",
+    "scatter_out",
+    "split",
     "train",
+    "unsplit",
     "wrapped",
 ]
 

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from cut_models import copy_in, gather_in, reduce_out, scatter_out, split, unsplit
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -47,11 +48,11 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm(x)
         if self.group is not None:
-            y = (_Gather if self.sequence_parallel else _Copy).apply(y, self.group)
+            y = (gather_in if self.sequence_parallel else copy_in)(y, self.group)
         gate, up = self.gate_up(y).chunk(2, -1)
         y = self.down(F.silu(gate) * up)
         if self.group is not None:
-            y = (_Scatter if self.sequence_parallel else _Reduce).apply(y, self.group)
+            y = (scatter_out if self.sequence_parallel else reduce_out)(y, self.group)
         return x + y + self.bias
 
 
@@ -71,11 +72,11 @@ class Plain(nn.Module):
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         x = self.embedding(tokens)
         if self.group is not None:
-            x = _Split.apply(x, self.group)
+            x = split(x, self.group)
         for block in self.blocks:
             x = block(x)
         if self.group is not None:
-            x = _Unsplit.apply(x, self.group)
+            x = unsplit(x, self.group)
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
 
 
@@ -174,91 +175,3 @@ def plain_iteration(model: Plain, step: int, data_ranks: int, microbatches: int)
         for index in range(microbatches):
             number = (step * data_ranks + rank) * microbatches + index
             (model(*batch_of(number)) / (microbatches * data_ranks)).backward()
-
-
-# ---- The collectives, which autograd goes back through. ----
-
-
-def _gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    parts = [torch.empty_like(x) for _ in range(group.size())]
-    dist.all_gather(parts, x.contiguous(), group=group)
-    return torch.cat(parts, 1)
-
-
-def _summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    x = x.contiguous().clone()
-    dist.all_reduce(x, group=group)
-    return x
-
-
-def _own(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    return x.chunk(group.size(), 1)[group.rank()].contiguous()
-
-
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        return _summed(dy, ctx.group), None
-
-
-class _Reduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        return _summed(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        return dy, None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return _gathered(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        return _own(_summed(dy, ctx.group), ctx.group), None
-
-
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return _own(_summed(x, group), group)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        return _gathered(dy, ctx.group), None
-
-
-class _Split(torch.autograd.Function):
-    """Of what all ranks have, each goes on with its part of the sequence."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return _own(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        return _gathered(dy, ctx.group), None
-
-
-class _Unsplit(torch.autograd.Function):
-    """Each rank's part of the sequence becomes what all ranks have."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return _gathered(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        return _own(dy, ctx.group), None

@@ -1,11 +1,11 @@
 """A model that tensor-parallel ranks hold together: rows, columns and packed blocks, cut unevenly."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from cut_models import copy_in, reduce_out
 from torch import Tensor, nn
 
 from maingrad.ddp.plan.cut import Box
@@ -13,33 +13,6 @@ from maingrad.ddp.plan.model_slice import ModelSlice, set_model_slice
 
 VOCABULARY, WIDTH, HIDDEN = 11, 6, 7
 NUM_SCALES = 12  # evenly cut: fully_shard wants buffers of one shape
-
-
-class _Sum(torch.autograd.Function):
-    """Sums over the ranks; each then has the whole gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        x = x.contiguous().clone()
-        dist.all_reduce(x, group=group)
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return dy, None
-
-
-class _Copied(torch.autograd.Function):
-    """What each rank uses a part of; gradients are summed over the ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return _Sum.apply(dy, ctx.group), None
 
 
 def pieces(length: int, count: int) -> list[tuple[int, int]]:
@@ -105,10 +78,10 @@ class Cut(nn.Module):
         return param
 
     def _sum(self, x: Tensor) -> Tensor:
-        return x if self.group is None else _Sum.apply(x, self.group)
+        return x if self.group is None else reduce_out(x, self.group)
 
     def _copied(self, x: Tensor) -> Tensor:
-        return x if self.group is None else _Copied.apply(x, self.group)
+        return x if self.group is None else copy_in(x, self.group)
 
     def forward(self, tokens: Tensor) -> Tensor:
         rank, size = (0, 1) if self.group is None else (self.group.rank(), self.group.size())

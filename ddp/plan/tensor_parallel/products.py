@@ -18,6 +18,7 @@ dispatch, and autograd delivers the weight gradient.
 """
 
 import functools
+from types import MethodType
 from typing import Any
 
 import torch
@@ -42,6 +43,8 @@ _PLAIN = "_maingrad_sums_over"
 """Attribute of modules that take plain inputs: name, size and own place of the ranks over which dx is summed."""
 _SHARED = "_maingrad_shared_input"
 """Attribute of modules that take plain inputs: the ``SharedInput`` of the layers beside them."""
+_INSIDE = "_maingrad_shares_inside"
+"""Attribute of their parent: the same, and the forward that it had on the instance."""
 
 
 def multiplies(module: nn.Module) -> bool:
@@ -109,14 +112,6 @@ class SharedInput:
     handed_on: Tensor | None = None
     """The input for all layers but the first; its gradient comes to the first one's sum."""
 
-    def open(self, *_: Any) -> None:
-        """Begin a forward of the parent: a pre-hook of it."""
-        self.is_open, self.input, self.handed_on = True, None, None
-
-    def close(self, *_: Any) -> None:
-        """End it: a hook of the parent."""
-        self.is_open, self.input, self.handed_on = False, None, None
-
 
 def share_inputs(module: nn.Module) -> None:
     """Have layers that take plain inputs share one sum of the input's gradient with those beside them."""
@@ -127,8 +122,18 @@ def share_inputs(module: nn.Module) -> None:
         shared = SharedInput()
         for each in layers:
             each.__dict__[_SHARED] = shared
-        parent.register_forward_pre_hook(shared.open)
-        parent.register_forward_hook(shared.close, always_call=True)
+        # No hooks: those that run after an error as well are compiled anew for each module.
+        parent.__dict__[_INSIDE] = shared, parent.__dict__.get("forward")
+        parent.__dict__["forward"] = MethodType(_forward_that_shares, parent)
+
+
+def _forward_that_shares(parent: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    shared, around = parent.__dict__[_INSIDE]
+    shared.is_open = True
+    try:
+        return type(parent).forward(parent, *args, **kwargs) if around is None else around(*args, **kwargs)
+    finally:
+        shared.is_open, shared.input, shared.handed_on = False, None, None
 
 
 def take_plain_inputs(module: Any) -> None:

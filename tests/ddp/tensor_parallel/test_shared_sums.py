@@ -10,6 +10,7 @@ import torch
 from gloo import run_ranks
 from parallel_llama import make_mesh
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from maingrad.ddp import DistributedDataParallel
@@ -94,6 +95,38 @@ def test_three_products_of_one_input_are_summed_once(fuse: bool, compiled: bool)
     """Unfused layers go through torch's dispatch, whose sums are torch's."""
     for started in run_ranks(one_input, 2, fuse, compiled):
         assert started == (1 if fuse else 0)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.norm = Attention(), nn.LayerNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.attention(self.norm(x))
+        return out
+
+
+def graphs_of_blocks() -> int:
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    torch._dynamo.reset()
+    counters.clear()
+    mesh, model = make_mesh(1, 2), nn.Sequential(*(Block() for _ in range(3)))
+    convert_linears(model)
+    ranks = mesh["tp"]
+    for block in model:
+        parallelize_module(block.attention, ranks, PLAN)
+        block.compile(backend="aot_eager", fullgraph=True)
+    wrapped = DistributedDataParallel(model, process_group=mesh["dp"], tensor_parallel_group=ranks)
+    wrapped(torch.randn(3, 8, requires_grad=True)).square().sum().backward()
+    return int(counters["stats"]["unique_graphs"])
+
+
+@pytest.mark.in_turn
+def test_blocks_alike_are_one_graph() -> None:
+    """Nothing by which layers know one another is compiled into a graph."""
+    assert run_ranks(graphs_of_blocks, 2) == [1, 1]
 
 
 def two_inputs() -> int:

@@ -24,11 +24,16 @@ FAULTS = [
         ],
     ),
     Fault(
-        "75b-the-gradient-of-an-input-is-one-ranks-part",
-        sentence="Tensor-parallel ranks do not sum the gradients of the input that all of them have.",
-        tests=[EXCHANGES + "test_a_product_in_parts_and_its_borders", OF_PARTS],
+        "75b-words-of-other-ranks-are-embedded",
+        sentence="Tensor-parallel ranks add rows of their own for words that another rank has.",
+        tests=[OF_PARTS],
         changes=[
-            Change("maingrad.launch.parallelizing.exchanges", "_Enter.backward", "leave(dy, ctx.group)", "dy"),
+            Change(
+                "maingrad.launch.model.gpt",
+                "GPT._embedded",
+                ".masked_fill(((own < 0) | (own >= rows))[..., None], 0.0)",
+                "",
+            ),
         ],
     ),
     Fault(
@@ -52,8 +57,8 @@ FAULTS = [
             Change(
                 "maingrad.launch.model.gpt",
                 "GPT.forward",
-                "places = slice(part * length, (part + 1) * length)",
-                "places = slice(0, length)",
+                "self.context.own(table[:length], 0)",
+                "table[: tokens.shape[1]]",
             )
         ],
     ),
@@ -65,36 +70,40 @@ FAULTS = [
             Change(
                 "maingrad.launch.model.cut_gpt",
                 "cut_gpt",
-                "cut(module.qkv, 0, module.split)",
-                "cut(module.qkv, 0, [sum(module.split)])",
+                'cut(module.qkv, "column", module.split)',
+                'cut(module.qkv, "column", [sum(module.split)])',
             )
         ],
     ),
     Fault(
-        "75f-parts-are-put-in-other-places",
-        sentence="A whole weight has the first rank's part in all places.",
+        "75f-uneven-parts-of-a-vocabulary-overlap",
+        sentence="Parts of a vocabulary that does not divide begin where even ones would.",
         tests=[OF_PARTS],
-        changes=[Change("maingrad.launch.model.cut_gpt", "whole_of", "zip(values, boxes,", "zip(values, boxes[::-1],")],
+        changes=[Change("maingrad.launch.model.cut_gpt", "part_of", "rank * each + min(rank, more)", "rank * each")],
     ),
     Fault(
         "75g-masks-of-dropout-are-equal-in-all-heads",
-        sentence="Tensor-parallel ranks draw the same masks for their heads.",
-        tests=[
-            EXCHANGES + "test_draws_differ_inside_and_are_equal_outside",
-            CUT + "test_dropout_is_equal_on_what_every_rank_has_and_differs_between_heads",
-        ],
-        changes=[Change("maingrad.launch.parallelizing.exchanges", "draws_apart", "(seed + group.rank())", "(seed)")],
-    ),
-    Fault(
-        "75h-masks-of-dropout-differ-on-what-every-rank-has",
-        sentence="Tensor-parallel ranks drop other activations of those that each of them computes whole.",
-        tests=[TRAIN + "test_ranks_with_the_same_tokens_draw_the_same"],
+        sentence="Tensor-parallel ranks draw the same masks for their heads, and for their parts of a sequence.",
+        tests=[TRAIN + "test_each_rank_draws_for_its_heads_and_tokens"],
         changes=[
             Change(
                 "maingrad.launch.training.train",
                 "_Trainer._step",
-                "[settings.seed, step, self.runtime.loss_rank]",
                 "[settings.seed, step, self.runtime.rank]",
+                "[settings.seed, step, self.runtime.loss_rank]",
+            )
+        ],
+    ),
+    Fault(
+        "75h-no-word-is-said-of-dropout-on-what-every-rank-has",
+        sentence="Tensor-parallel ranks drop other activations of those that each of them computes whole.",
+        tests=["tests/launch/config/test_mesh_table.py::test_what_cannot_be_cut_is_refused"],
+        changes=[
+            Change(
+                "maingrad.launch.config.run",
+                "Config.__post_init__",
+                "same and model.dropout",
+                "False and model.dropout",
             )
         ],
     ),
@@ -127,14 +136,14 @@ FAULTS = [
     ),
     Fault(
         "75k-the-rest-of-a-sequence-is-not-read",
-        sentence="All context-parallel ranks train on the first part of the sequences.",
+        sentence="All context-parallel ranks take the targets of the first part of the sequences.",
         tests=[SAME],
         changes=[
             Change(
                 "maingrad.launch.training.train",
                 "_Trainer._own_part",
-                "self.runtime.loss_rank % self.runtime.mesh.cp",
-                "0",
+                "targets=own(batch.targets, 1)",
+                "targets=batch.targets.chunk(self.runtime.context.size, 1)[0]",
             )
         ],
     ),
@@ -158,9 +167,9 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.launch.plan.exchanged",
-                "exchanges_of",
-                "math.lcm(model.num_kv_heads // mesh.tp, mesh.cp)",
-                "model.num_kv_heads // mesh.tp",
+                "_over_cp",
+                "math.lcm(model.num_kv_heads // config.mesh.tp, cp)",
+                "model.num_kv_heads // config.mesh.tp",
             )
         ],
     ),
@@ -170,7 +179,7 @@ FAULTS = [
         tests=[PLAN + "test_plan.py::test_plan_of_tensor_parallel_ranks_is_what_training_allocates"],
         changes=[
             Change(
-                "maingrad.launch.plan.units", "_buckets", '"dense": inner_size * config.mesh.tp', '"dense": inner_size'
+                "maingrad.launch.plan.units", "_buckets", "copies = inner_size * config.mesh.tp", "copies = inner_size"
             )
         ],
     ),
@@ -185,5 +194,60 @@ FAULTS = [
         sentence="verify compares a rank's columns with the first elements of the whole parameter.",
         tests=["tests/launch/verification/test_ranks_of_a_row.py::test_right_plans_are_right"],
         changes=[Change("maingrad.launch.verification.ways", "_in_whole", "held.dim is None", "True")],
+    ),
+    Fault(
+        "75p-a-norms-gradient-is-one-ranks-part",
+        sentence="Under sequence parallelism gradients of norms are averaged, and not summed, over tensor-parallel ranks.",
+        tests=[OF_PARTS, SAME],
+        changes=[Change("maingrad.launch.model.cut_gpt", "cut_gpt", '"partial")', '"dense")')],
+    ),
+    Fault(
+        "75q-a-target-is-looked-up-on-one-rank",
+        sentence="The logit of a target is taken from this rank's words alone.",
+        tests=[OF_PARTS],
+        changes=[
+            Change(
+                "maingrad.te_integration.head.over_ranks", "losses_over_ranks", "whole - sums[1]", "whole - of_target"
+            )
+        ],
+    ),
+    Fault(
+        "75r-the-last-target-is-looked-for-in-one-part",
+        sentence="What lies behind the last target of a rank's part counts as padding, and is a prompt of the next rank's.",
+        tests=[CUT + "test_a_prompt_may_be_on_an_earlier_rank"],
+        changes=[
+            Change(
+                "maingrad.launch.model.gpt",
+                "GPT.forward",
+                "find_padding(targets, self.context)",
+                "find_padding(targets)",
+            )
+        ],
+    ),
+    Fault(
+        "75s-another-ranks-target-is-the-first-class",
+        sentence="A head of a part of the classes takes targets of other ranks for its first class.",
+        tests=[OF_PARTS],
+        changes=[
+            Change(
+                "maingrad.kernels.cross_entropy.reference",
+                "_places",
+                "if terms.in_part else None",
+                "if False else None",
+            )
+        ],
+    ),
+    Fault(
+        "75t-the-back-of-a-ring-is-in-another-order",
+        sentence="In a ring the first rank has the middle of a sequence beside its front, and not the end.",
+        tests=[EXCHANGES + "test_a_ring_is_causal_attention_over_whole_sequences"],
+        changes=[
+            Change(
+                "maingrad.launch.parallelizing.exchanges",
+                "ContextRanks.own",
+                "parts[-1 - rank]",
+                "parts[rank + self.size]",
+            )
+        ],
     ),
 ]

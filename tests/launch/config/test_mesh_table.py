@@ -29,6 +29,25 @@ EXPERTS = {"num_experts": 4, "top_k": 2, "expert_ffn_dim": 8}
         ({"mesh": {"tp": 3}}, r"mesh\.tp = 3: must divide model\.num_heads = 4"),
         ({"mesh": {"tp": 4}}, r"mesh\.tp = 4: must divide model\.num_kv_heads = 2"),
         ({"mesh": {"tp": 2}, "model": {"ffn_dim": 63}}, r"mesh\.tp = 2: must divide model\.ffn_dim = 63"),
+        ({"mesh": {"sequence_parallel": True}}, r"mesh\.sequence_parallel = True: needs mesh\.tp, .* = 24"),
+        (
+            {"mesh": {"tp": 2, "cp": 2, "sequence_parallel": True}, "train": {"sequence_length": 22}},
+            r"mesh\.sequence_parallel = True: needs mesh\.tp, which divides .* = 11",
+        ),
+        ({"mesh": {"cp_attention": "ring"}}, r"mesh\.cp_attention = 'ring': .* mesh\.cp above 1"),
+        (
+            {"mesh": {"cp": 2, "cp_attention": "ring"}, "model": {"dropout": 0.1}},
+            r"mesh\.cp_attention = .* model\.dropout = 0",
+        ),
+        ({"mesh": {"cp": 8, "cp_attention": "ring"}}, r"mesh\.cp = 8: must divide train\.sequence_length / 2 = 12"),
+        (
+            {"mesh": {"cp": 2, "cp_attention": "ring"}, "data": {"documents": "mask", "end_of_document": 10}},
+            r"data\.documents = 'mask': has masks that mesh\.cp_attention",
+        ),
+        (
+            {"mesh": {"cp": 2, "cp_attention": "ring"}, "train": {"compile": True}},
+            r"train\.compile = True: does not go with mesh",
+        ),
         ({"mesh": {"tp": 2, "cp": 4}}, r"mesh\.cp = 4: must divide model\.num_heads / mesh\.tp = 2"),
         (
             {"mesh": {"cp": 4}, "train": {"sequence_length": 22}},
@@ -38,10 +57,9 @@ EXPERTS = {"num_experts": 4, "top_k": 2, "expert_ffn_dim": 8}
             {"mesh": {"tp": 2}, "model": {"num_experts": 2, "top_k": 1, "expert_ffn_dim": 8}},
             r"mesh\.tp = 2: must be 1 with model\.num_experts",
         ),
-        ({"mesh": {"tp": 2}, "model": {"dropout": 0.1}}, r"model\.dropout = 0\.1: .* set train\.cuda_graph = false"),
         (
-            {"mesh": {"tp": 2}, "model": {"dropout": 0.1}, "train": {"cuda_graph": False, "compile": True}},
-            r"model\.dropout = 0\.1: .* set train\.compile = false",
+            {"mesh": {"tp": 2}, "model": {"dropout": 0.1}},
+            r"model\.dropout = 0\.1: .* set mesh\.sequence_parallel = true",
         ),
         ({"mesh": {"tp": 2}, "optimizer": {"name": "muon"}}, r"optimizer\.name = 'muon': .* set mesh\.tp = 1"),
     ],
@@ -49,6 +67,12 @@ EXPERTS = {"num_experts": 4, "top_k": 2, "expert_ffn_dim": 8}
 def test_what_cannot_be_cut_is_refused(tmp_path: Path, sections: dict[str, Any], message: str):
     with pytest.raises(ConfigError, match=message):
         tiny_config(tmp_path, **sections)
+
+
+def test_each_rank_has_a_word():
+    model = ModelConfig(num_heads=3, num_kv_heads=3, dim=12, ffn_dim=3, vocab_size=2)
+    with pytest.raises(ConfigError, match=r"mesh\.tp = 3: must be at most model\.vocab_size = 2"):
+        MeshConfig(tp=3).check_model(model, 24)
 
 
 @pytest.mark.parametrize("axis", ["tp", "cp"])

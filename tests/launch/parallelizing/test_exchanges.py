@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig
 from maingrad.launch import make_optimizer, parallelize, simulate
-from maingrad.launch.parallelizing.exchanges import draws_apart, enter, leave, ulysses
+from maingrad.launch.parallelizing.exchanges import ContextRanks, ring_attention, ulysses
 from maingrad.te_integration import Linear
 
 HEADS, WIDTH, LENGTH, ROWS = 8, 4, 16, 8
@@ -49,6 +49,26 @@ def test_ulysses_is_attention_over_whole_sequences(ranks: int, kv_heads: int):
     simulate(job, ranks)
 
 
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("kv_heads", [8, 2])
+def test_a_ring_is_causal_attention_over_whole_sequences(ranks: int, kv_heads: int):
+    whole = [torch.cat([x, x.flip(2) / 2], 2)[:, :, :24].requires_grad_() for x in operands(kv_heads)]
+    expected = causal(*whole)
+    weight = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    (expected * weight).sum().backward()
+
+    def job() -> None:
+        context = ContextRanks(dist.group.WORLD, ring=True)
+        parts = [context.own(x.detach(), 2).requires_grad_() for x in whole]
+        y = ring_attention(*parts, dist.group.WORLD)
+        torch.testing.assert_close(y, context.own(expected, 2), rtol=1e-6, atol=1e-6)  # torch merges in fp32
+        (y * context.own(weight, 2)).sum().backward()
+        for part, x in zip(parts, whole, strict=True):
+            torch.testing.assert_close(part.grad, context.own(x.grad, 2), rtol=1e-6, atol=1e-6)
+
+    simulate(job, ranks)
+
+
 def test_heads_that_do_not_divide():
     def job() -> None:
         x = torch.zeros(1, 3, 4, 2)
@@ -56,42 +76,6 @@ def test_heads_that_do_not_divide():
             ulysses(causal, x, x, x, dist.group.WORLD)
 
     simulate(job, 2)
-
-
-def test_a_product_in_parts_and_its_borders():
-    draw = torch.Generator().manual_seed(0)
-    x = torch.randn(5, 6, generator=draw, dtype=torch.float64, requires_grad=True)
-    up, down = (torch.randn(8, 6, generator=draw, dtype=torch.float64) for _ in range(2))
-    y = F.linear(F.linear(x, up).tanh(), down.T)
-    y.square().sum().backward()
-
-    def job() -> None:
-        own_x, rank = x.detach().clone().requires_grad_(), dist.get_rank()
-        hidden = F.linear(enter(own_x, dist.group.WORLD), up.chunk(2)[rank]).tanh()
-        own_y = leave(F.linear(hidden, down.chunk(2)[rank].T), dist.group.WORLD)
-        torch.testing.assert_close(own_y, y.detach(), rtol=1e-12, atol=1e-12)
-        own_y.square().sum().backward()
-        torch.testing.assert_close(own_x.grad, x.grad, rtol=1e-12, atol=1e-12)
-
-    simulate(job, 2)
-
-
-def test_draws_differ_inside_and_are_equal_outside():
-    def job() -> tuple[Tensor, ...]:
-        torch.manual_seed(3)
-        before = torch.get_rng_state()
-        with draws_apart(dist.group.WORLD, torch.device("cpu")):
-            inside = torch.rand(64)
-        outside = torch.rand(64)
-        torch.set_rng_state(before)
-        with draws_apart(dist.group.WORLD, torch.device("cpu")):
-            again = torch.rand(64)
-        return inside, outside, again
-
-    (inside, outside, again), (other, other_outside, _) = simulate(job, 2)
-    assert not torch.equal(inside, other)
-    assert torch.equal(outside, other_outside)
-    assert torch.equal(inside, again), "recomputation draws the same"
 
 
 # ---- A user's model, whose attention asks ``ulysses``, under the wrappers. ----

@@ -41,16 +41,17 @@ def mesh_of(parallel: str) -> DeviceMesh | None:
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner")) if parallel == "hsdp" else None
 
 
-def train(model: Any, *, padded: bool = False, steps: int = STEPS, first: int = 0) -> Trained:
-    """Clipped steps of two microbatches."""
+def train(model: Any, *, padded: bool = False, place: int | None = None) -> Trained:
+    """Clipped steps of two microbatches. ``place``: the rank's tokens; None: its own."""
+    place = dist.get_rank() if place is None else place
     optimizer = make_optimizer(model, torch.optim.AdamW, lr=1e-2, eps=1e-3, max_grad_norm=0.5)
     losses, norms = [], []
-    for step in range(first, first + steps):
+    for step in range(STEPS):
         for microbatch in range(2):
-            tokens = tokens_of(100 * step + 10 * microbatch + dist.get_rank())
+            tokens = tokens_of(100 * step + 10 * microbatch + place)
             arguments = {"input_ids": tokens, "labels": tokens, "output_router_logits": True}
             if padded:  # another number on each rank
-                mask = (torch.arange(9) < 9 - dist.get_rank()).long().expand(2, 9)
+                mask = (torch.arange(9) < 9 - place).long().expand(2, 9)
                 arguments |= {"attention_mask": mask, "labels": tokens.masked_fill(mask == 0, -100)}
             with nullcontext() if microbatch else model.no_sync():
                 loss = model(**arguments).loss / 2
@@ -116,18 +117,37 @@ def test_padding_counts_nowhere() -> None:
 # ---- Experts that something else has cut. ----
 
 
-def run_ep_plan(parallel: str) -> Trained:
+def by_ep_plan(model: Any) -> Any:
     from transformers.distributed.expert_parallel import apply_expert_parallelism
 
-    mesh, model = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("same", "ep", "tp")), tiny("qwen3_moe")
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2, 1), mesh_dim_names=("same", "ep", "tp"))
     apply_expert_parallelism(model, mesh["ep"], mesh["tp"], model._expand_parallel_plan(model.ep_plan))
-    return train(parallelize(model, parallel))
+    return model
+
+
+def run_ep_plan(parallel: str) -> Trained:
+    return train(parallelize(by_ep_plan(tiny("qwen3_moe")), parallel))
 
 
 @pytest.mark.parametrize("parallel", ["zero1", "zero3"])
 @pytest.mark.in_turn
 def test_the_ep_plan_of_transformers(parallel: str) -> None:
     assert_same(simulate(lambda: run_ep_plan(parallel), RANKS), without_ep("qwen3_moe"))
+
+
+@pytest.mark.in_turn
+def test_the_ep_plan_over_ranks_that_share_a_batch() -> None:
+    """Tensor-parallel ranks have the same tokens: transformers' own dispatch stays, which divides them."""
+
+    def run_shared() -> Trained:
+        from transformers.distributed.expert_parallel import apply_expert_parallelism
+
+        mesh, model = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), tiny("qwen3_moe")
+        apply_expert_parallelism(model, mesh["tp"], mesh["tp"], model._expand_parallel_plan(model.ep_plan))
+        return train(parallelize(model, "zero1", mesh=mesh["dp"]), place=mesh.get_local_rank("dp"))
+
+    expected = simulate(lambda: run("qwen3_moe", "ddp", None), 2)
+    assert_same(simulate(run_shared, RANKS), [each for each in expected for _ in range(2)], unfused=True)
 
 
 class GatheredExperts(nn.Module):
@@ -263,6 +283,19 @@ def test_state_dicts_are_whole_and_take_whole_ones() -> None:
         assert all(torch.equal(found[name], each) for name, each in whole.items())
 
 
+@pytest.mark.in_turn
+def test_gradients_of_sharded_stacks_are_of_all_experts() -> None:
+    def gradient(ep: int | None) -> Tensor:
+        model: Any = parallelize(tiny("mixtral"), "zero3", ep=ep)
+        model(input_ids=tokens_of(0), labels=tokens_of(0)).loss.backward()
+        whole: Tensor = model.model.layers[0].mlp.experts.gate_up_proj.grad.full_tensor()
+        return whole
+
+    expected = simulate(gradient, 2, None)[0]
+    for found in simulate(gradient, 2, 2):
+        assert (found - expected).norm() <= 2e-5 * expected.norm()
+
+
 def test_experts_on_meta_are_drawn_whole() -> None:
     """Ranks of one seed have parts of one draw, and not one draw each."""
 
@@ -283,6 +316,11 @@ def test_experts_on_meta_are_drawn_whole() -> None:
 # ---- What is refused. ----
 
 
+def own_implementation(model: Any) -> Any:
+    model.config._experts_implementation = "mine"
+    return model
+
+
 def with_forward(model: nn.Module) -> nn.Module:
     experts = model.model.layers[0].mlp.experts
     experts.forward = experts.forward
@@ -293,7 +331,10 @@ def with_forward(model: nn.Module) -> nn.Module:
     ("make", "options", "message"),
     [
         (lambda: tiny("qwen3_moe"), {"ep": 3}, "ep = 3 does not divide the 4 data-parallel"),
-        (lambda: tiny("qwen3_moe"), {"ep": 2, "fuse": False}, "ep needs fuse=True"),
+        (lambda: tiny("qwen3_moe"), {"ep": 2, "fuse": False}, "experts over ranks need fuse=True"),
+        (lambda: by_ep_plan(tiny("qwen3_moe")), {"fuse": False}, "experts over ranks need fuse=True"),
+        (lambda: by_ep_plan(tiny("qwen3_moe")), {"ep": 2}, "cut over data-parallel ranks already; leave it out"),
+        (lambda: by_ep_plan(own_implementation(tiny("qwen3_moe"))), {}, "which is not transformers' own"),
         (lambda: tiny("qwen3_moe"), {"ep": 2, "expert_process_group": WORLD_OF_ONE}, "does not go with expert_process"),
         (lambda: tiny("qwen3_moe"), {"ep": 2, "tensor_parallel_group": WORLD_OF_ONE}, "go with tensor_parallel_group"),
         (lambda: tiny("qwen3_moe", num_experts=6), {"ep": 4}, "4 ranks do not divide 6 experts"),

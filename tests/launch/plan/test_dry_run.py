@@ -62,7 +62,7 @@ def test_it_prints_the_mesh(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
         'parallel = "zero1" on 12 ranks (tp 2, cp 2)',
         "at rest ┃ over 6 ranks",
         "of parameters that are not cut, over 2 times as many ranks",
-        "sums of tensor-parallel ranks │ 2 │ 16",
+        "sums and gathers of tensor-parallel ranks │ 2 │ 24",
         "parts of sequences for heads │ 2 │ 32",
         "the run: 6 steps on 12 rank(s)",
         "microbatches of a step │ 2 of 4 x 24",

@@ -1,5 +1,6 @@
 """What ranks that compute one sample together send, as planned, against the collectives of a step."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 import torch.distributed as dist
 from tiny_run import tiny_config
 from torch import Tensor
+from torch.distributed.tensor.experimental._context_parallel import _attention
 
 from maingrad.launch import simulate
 from maingrad.launch.config.run import Config
@@ -15,49 +17,99 @@ from maingrad.launch.parallelizing import exchanges
 from maingrad.launch.plan.exchanged import exchanges_of
 from maingrad.launch.training.loading import load_model
 from maingrad.launch.training.runtime import current_runtime
+from maingrad.launch.training.wrapping import Wrapped
+from maingrad.te_integration.dense import products
+from maingrad.te_integration.head import over_ranks
 
-SUMS, PARTS = "sums of tensor-parallel ranks", "parts of sequences for heads"
+SUMS, PARTS = "sums and gathers of tensor-parallel ranks", "parts of sequences for heads"
+RING = "keys and values of a ring"
 
 
 class Counting:
-    """``torch.distributed``, which notes the bytes that two of its collectives send."""
+    """``torch.distributed`` or its operators, which note the bytes that a rank sends to those of its samples."""
 
-    def __init__(self) -> None:
-        self.sent: dict[str, list[int]] = {}
+    def __init__(self, module: Any, sent: dict[str, list[int]]) -> None:
+        self.module, self.sent = module, sent
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(dist, name)
+        return getattr(self.module, name)
 
     def all_to_all_single(self, received: Tensor, parts: Tensor, group: dist.ProcessGroup) -> None:
         self.sent.setdefault(PARTS, []).append(parts.nbytes * (group.size() - 1) // group.size())
-        dist.all_to_all_single(received, parts, group=group)
+        self.module.all_to_all_single(received, parts, group=group)
 
-    def all_reduce(self, total: Tensor, group: dist.ProcessGroup) -> None:
-        self.sent.setdefault(SUMS, []).append(2 * total.nbytes * (group.size() - 1) // group.size())
-        dist.all_reduce(total, group=group)
+    def all_gather_single(self, x: Tensor, gather_dim: int, group: dist.ProcessGroup) -> Tensor:
+        self.sent.setdefault(RING, []).append(x.nbytes * (group.size() - 1))
+        gather = getattr(self.module, "all_gather_single", self.module.all_gather_tensor)
+        return gather(x, gather_dim=gather_dim, group=group)
+
+    all_gather_tensor = all_gather_single  # its name before torch 2.14
+
+    def permute_tensor(self, x: Tensor, targets: list[int], group: dist.ProcessGroup) -> Tensor:
+        self.sent.setdefault(RING, []).append(x.nbytes)
+        return self.module.permute_tensor(x, targets, group)
+
+    def all_reduce(self, x: Tensor, how: str, group: str) -> Tensor:
+        self.sent.setdefault(SUMS, []).append(x.nbytes)  # of two ranks
+        return self.module.all_reduce(x, how, group)
+
+    def all_reduce_(self, x: Tensor, how: str, group: str) -> Tensor:
+        self.sent.setdefault(SUMS, []).append(x.nbytes)
+        return self.module.all_reduce_(x, how, group)
+
+    def all_gather_into_tensor(self, x: Tensor, size: int, group: str) -> Tensor:
+        self.sent.setdefault(SUMS, []).append(x.nbytes)
+        return self.module.all_gather_into_tensor(x, size, group)
+
+    def reduce_scatter_tensor(self, x: Tensor, how: str, size: int, group: str) -> Tensor:
+        self.sent.setdefault(SUMS, []).append(x.nbytes // size)
+        return self.module.reduce_scatter_tensor(x, how, size, group)
 
 
 def step(config: Config) -> None:
     """Forwards and backwards of one step."""
     runtime = current_runtime("cpu", config.mesh)
-    model = load_model(config, runtime)
+    module = load_model(config, runtime)
+    model = Wrapped(module, config, runtime).model if config.model.fuse_wgrad_accumulation else module
     rows = config.train.sequences_per_microbatch(runtime.data_ranks)
     for _ in range(config.train.num_microbatches):
         tokens = torch.zeros(rows, config.train.sequence_length // config.mesh.cp, dtype=torch.int64)
-        model(tokens, tokens).backward()
+        with nullcontext() if model is module else model.no_sync():
+            model(tokens, tokens).backward()
 
 
-@pytest.mark.parametrize("kv_heads", [2, 4])
-@pytest.mark.parametrize("mesh", [{}, {"cp": 2}, {"cp": 4}, {"tp": 2}, {"tp": 2, "cp": 2}])
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"num_kv_heads": 2, "fuse_wgrad_accumulation": False},
+        {"num_kv_heads": 4, "fuse_wgrad_accumulation": False, "fused_loss": True},
+        {"num_kv_heads": 4},
+    ],
+)
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        {},
+        {"cp": 2},
+        {"cp": 4},
+        {"tp": 2},
+        {"tp": 2, "sequence_parallel": True},
+        {"tp": 2, "cp": 2},
+        {"cp": 4, "cp_attention": "ring"},
+    ],
+)
 def test_what_ranks_of_a_sample_send_is_planned(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mesh: dict[str, int], kv_heads: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mesh: dict[str, int], model: dict[str, Any]
 ):
-    model = {"num_kv_heads": kv_heads, "fuse_wgrad_accumulation": False}
-    config, counting = tiny_config(tmp_path, mesh=mesh, model=model), Counting()
-    monkeypatch.setattr(exchanges, "dist", counting)
+    config, sent = tiny_config(tmp_path, mesh=mesh, model=model), {}
+    monkeypatch.setattr(exchanges, "dist", Counting(dist, sent))
+    operators = Counting(products.collectives, sent)
+    for module in (products, over_ranks):
+        monkeypatch.setattr(module, "collectives", operators)
+    monkeypatch.setattr(_attention, "ft_c", Counting(_attention.ft_c, sent))
     simulate(step, 4, config)
     planned = {each.what: (4 * each.calls, 4 * each.nbytes) for each in exchanges_of(config, 4)}
-    assert {what: (len(sent), sum(sent)) for what, sent in counting.sent.items()} == planned
+    assert {what: (len(nbytes), sum(nbytes)) for what, nbytes in sent.items()} == planned
 
 
 @pytest.mark.parametrize("shared", [0, 16])

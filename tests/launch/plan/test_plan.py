@@ -145,30 +145,39 @@ def test_plan_is_what_training_allocates(
 @pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     ("parallel", "mesh", "ranks"),
-    [("ddp", {"tp": 2}, 2), ("zero1", {"tp": 2}, 2), ("zero1", {"tp": 2}, 4), ("hybrid", {"tp": 2, "cp": 2}, 8)],
+    [
+        ("ddp", {"tp": 2}, 2),
+        ("zero1", {"tp": 2}, 2),
+        ("zero1", {"tp": 2}, 4),
+        ("zero1", {"tp": 2, "sequence_parallel": True}, 4),
+        ("hybrid", {"tp": 2, "cp": 2}, 8),
+    ],
 )
 def test_plan_of_tensor_parallel_ranks_is_what_training_allocates(
     tmp_path: Path, param_dtype: str, parallel: str, mesh: dict[str, int], ranks: int
 ):
-    config = tiny_config(tmp_path, parallel=parallel, mesh=mesh, model={"param_dtype": param_dtype})
+    words = {"vocab_size": 257}  # of which the first rank has one more
+    config = tiny_config(tmp_path, parallel=parallel, mesh=mesh, model={"param_dtype": param_dtype} | words)
     plan = plan_run(config, ranks)
-    assert plan.parameters == plan_run(tiny_config(tmp_path), 1).parameters, "those of the whole model"
+    assert plan.parameters == plan_run(tiny_config(tmp_path, model=words), 1).parameters, "those of the whole model"
     held = simulate(allocate, ranks, config)
     assert held[0].layouts == [bucket.layout for bucket in plan.buckets]
-    assert {bucket.layout.grid_name for bucket in plan.buckets} == {"slice", "dense"}
-    assert {(rank.parameters, rank.gradients) for rank in held} == {plan.rank_bytes[:2]}
+    copies = "partial" if "sequence_parallel" in mesh else "dense"
+    assert {bucket.layout.grid_name for bucket in plan.buckets} == {"slice", copies}
+    assert max((rank.parameters, rank.gradients) for rank in held) == plan.rank_bytes[:2]
     assert max(rank.masters for rank in held) == plan.rank_bytes.masters
     assert max(rank.moments for rank in held) == plan.rank_bytes.moments
     for bucket, (_, collective, nbytes) in zip(plan.buckets, held[0].sent, strict=True):
-        dense, over = bucket.layout.grid_name == "dense", plan.inner_size
+        kind, over = bucket.layout.grid_name, plan.inner_size
+        if kind == "partial" or (kind == "dense" and parallel == "ddp"):
+            over *= 2
         if parallel == "ddp":
-            over *= 2 if dense else 1
             assert bucket.traffic.reduce_inside == 2 * nbytes * (over - 1) // over
-        else:
-            assert nbytes == bucket.grad_nbytes // (2 if dense else 1), "of its own tensor-parallel index alone"
-            assert bucket.traffic.reduce_inside == nbytes * (over - 1) // over
-            assert (collective == "none") is (over == 1) is (bucket.traffic.reduce_inside == 0)
-        assert bucket.traffic.scratch == (nbytes if dense and parallel != "ddp" and over > 1 else 0)
+            continue
+        assert nbytes == bucket.grad_nbytes // (2 if kind == "dense" else 1), "copies: of its own index alone"
+        assert bucket.traffic.reduce_inside == nbytes * (over - 1) // over
+        assert (collective == "none") is (over == 1) is (bucket.traffic.reduce_inside == 0)
+        assert bucket.traffic.scratch == (nbytes if kind == "dense" and over > 1 else 0)
 
 
 @pytest.mark.parametrize(("parallel", "ep", "ranks"), [("ddp", 2, 2), ("zero1", 2, 4), ("hybrid", 2, 4)])

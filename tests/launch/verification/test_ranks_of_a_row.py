@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from expert_models import tiny
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -148,3 +149,22 @@ def test_a_model_of_hugging_face_by_its_own_plan(family: str):
     verified = verify(found, {"input_ids": ids, "labels": ids}, ways=CUT, tensor_parallel="tp_plan")
     assert verified.ok, verified
     assert verified.results[1].fused_writes > 0
+
+
+# ---- Experts over ranks. ----
+
+
+@pytest.mark.in_turn
+def test_experts_of_hugging_face_are_shared_out() -> None:
+    tokens = torch.randint(96, (4, 9), generator=torch.Generator().manual_seed(0))
+    batch = {"input_ids": tokens, "labels": tokens}
+    result = verify(tiny("mixtral"), batch, ways=["zero1_ep_converted", "fsdp_ep_converted"])
+    assert result.ok
+    assert [row.way for row in result.results] == ["zero1_ep_converted", "fsdp_ep_converted"]
+    assert all(row.fused_writes > 0 for row in result.results)
+
+
+@pytest.mark.parametrize(("make", "ranks"), [(lambda: nn.Linear(4, 4), 2), (lambda: tiny("mixtral"), 3)])
+def test_ways_with_experts_need_some_that_two_ranks_divide(make: Callable[[], nn.Module], ranks: int) -> None:
+    with pytest.raises(ValueError, match="needs experts of Hugging Face, whose number two ranks divide"):
+        verify(make(), torch.zeros(6, 4), ranks=ranks, ways=["zero1_ep_converted"])

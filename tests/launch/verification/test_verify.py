@@ -43,7 +43,9 @@ def rows(count: int = 12) -> Tensor:
 def test_every_way_agrees_with_plain_pytorch() -> None:
     found = verify(mlp(), rows(), square)
     assert found.ok and not found.findings, str(found)
-    assert [result.way for result in found.results] == [name for name, way in WAYS.items() if way.cut is None]
+    assert [result.way for result in found.results] == [
+        name for name, way in WAYS.items() if way.cut is None and way.ep == 1
+    ]
     for result in found.results:
         assert result.ok and result.grad_error < 1e-5 and result.norm_error < 1e-5 and result.weight_error < 1e-3
         assert (result.fused_writes > 0) == WAYS[result.way].converted, result.way
@@ -73,7 +75,7 @@ def test_the_step_of_muon() -> None:
     muon = {"split": {"qkv.weight": [8, 8, 8]}, "lr": 0.05}
     found = verify(Tower(), rows(), square, muon=muon)
     assert found.ok and not found.findings, str(found)
-    assert len(found.results) == len([way for way in WAYS.values() if way.cut is None])
+    assert len(found.results) == len([way for way in WAYS.values() if way.cut is None and way.ep == 1])
     with pytest.raises(ValueError, match=r"'qkv\.weight' .* the rows of each are not known"):
         verify(Tower(), rows(), square, muon={}, ways=["zero1"])
 

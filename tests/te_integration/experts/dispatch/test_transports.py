@@ -8,6 +8,7 @@ import torch.distributed as dist
 from dispatched import DIM, EXPERTS, Tokens, experts_of, make_tokens, rank_groups, routed
 from torch import Tensor, nn
 
+from maingrad import fsdp
 from maingrad.ddp import (
     WORLD_OF_ONE,
     DistributedDataParallel,
@@ -15,6 +16,7 @@ from maingrad.ddp import (
     DistributedOptimizer,
     GraphedTrainingStep,
 )
+from maingrad.fsdp import fully_shard
 from maingrad.launch import simulate
 from maingrad.te_integration import Linear, TokenDispatcher, WgradQueue, delayed_wgrad
 
@@ -180,40 +182,64 @@ class DenseExperts(nn.Module):
         return torch.einsum("re,rd,edf->rf", own.to(rows.dtype), masked, self.weight)
 
 
-def train(transport: dict[str, Any], graphed: bool) -> Any:
+class Routed(nn.Module):
+    """A router and its experts, of which this rank has a half."""
+
+    def __init__(self, dispatcher: TokenDispatcher) -> None:
+        super().__init__()
+        self.dispatcher = dispatcher
+        self.router, self.experts = Linear(DIM, EXPERTS, fuse_wgrad_accumulation=True), DenseExperts(EXPERTS // 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        probs, ids = self.router(x).softmax(-1).topk(2)
+        return routed(Tokens(x, ids, probs), self.experts, self.dispatcher)
+
+
+def train(transport: dict[str, Any], form: str, graphed: bool) -> Any:
     group, edp = rank_groups(2)
     torch.manual_seed(0)
     dispatcher = TokenDispatcher(EXPERTS, group, **transport)
-    router, experts = Linear(DIM, EXPERTS, fuse_wgrad_accumulation=True), DenseExperts(EXPERTS // 2)
-    model = DistributedDataParallel(
-        nn.ModuleDict({"router": router, "experts": experts}),
-        DistributedDataParallelConfig(),
-        expert_process_group=edp if edp.size() > 1 else WORLD_OF_ONE,
-    )
-    optimizer = DistributedOptimizer(model, 0.05, max_grad_norm=1.0)
+    model: Any = Routed(dispatcher)
+    optimizer: Any
+    make_graph: Any = GraphedTrainingStep
+    same = edp if edp.size() > 1 else WORLD_OF_ONE
+    if form == "zero3":
+        fully_shard(model.experts, same)
+        fully_shard(model, dist.init_device_mesh("cpu", (dist.get_world_size(),)))
+        optimizer = torch.optim.AdamW(model.parameters(), 0.05, fused=True)
+        make_graph = fsdp.GraphedTrainingStep
+    else:
+        model = DistributedDataParallel(model, DistributedDataParallelConfig(), expert_process_group=same)
+        optimizer = DistributedOptimizer(model, 0.05, max_grad_norm=1.0)
 
     def step(x: Tensor) -> Tensor:
-        probs, ids = router(x).softmax(-1).topk(2)
-        loss = routed(Tokens(x, ids, probs), experts, dispatcher).square().mean()
+        loss = model(x).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         return loss.detach()
 
-    run = GraphedTrainingStep(step, model, optimizer, num_warmup_steps=1) if graphed else step
+    run = make_graph(step, model, optimizer, num_warmup_steps=1) if graphed else step
     draws = torch.Generator().manual_seed(dist.get_rank())
     losses = [run(torch.randn(8, DIM, generator=draws)) for _ in range(5)]
     return (
         losses,
-        [param.detach().clone() for param in model.parameters()],
+        [value.clone() for value in map(local_of, model.parameters())],
         getattr(dispatcher.transport, "num_dropped", 0),
     )
 
 
+def local_of(param: Any) -> Tensor:
+    value: Tensor = getattr(param, "_local_tensor", param).detach()
+    return value
+
+
+@pytest.mark.parametrize("form", ["ddp", "zero3"])
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_a_captured_step_replays_with_other_routing(ranks: int) -> None:
+def test_a_captured_step_replays_with_other_routing(ranks: int, form: str) -> None:
     transport = {"transport": "capacity", "capacity": 4}
-    for eager, graphed in zip(*(simulate(train, ranks, transport, each) for each in (False, True)), strict=True):
+    runs = (simulate(train, ranks, transport, form, each) for each in (False, True))
+    for eager, graphed in zip(*runs, strict=True):
         for found, expected in zip(graphed[:2], eager[:2], strict=True):
             assert all(map(torch.equal, found, expected))
         assert graphed[2] == eager[2] > 0
@@ -221,7 +247,7 @@ def test_a_captured_step_replays_with_other_routing(ranks: int) -> None:
 
 def test_a_capture_refuses_splits_on_the_host_by_name() -> None:
     with pytest.raises(Exception, match="all_to_all transport reads split sizes on the host"):
-        simulate(train, 2, {}, True)
+        simulate(train, 2, {}, "ddp", True)
 
 
 def test_arguments_that_do_not_fit_are_refused() -> None:
