@@ -485,6 +485,20 @@ def test_nan_and_infinity_of_gradients_show(device: str, form: tuple[torch.dtype
         assert exp_avg[5].isnan() and not exp_avg[900].isfinite() and exp_avg[1100:].isfinite().all()
 
 
+@pytest.mark.parametrize("device", LAUNCHER_DEVICES)
+def test_a_small_second_moment_in_8_bits_stays_above_0(device: str) -> None:
+    """Beside a gradient that is a million times as large: a step would divide by eps alone."""
+    rows = rows_of(torch.float32, torch.uint8, "remainder", device, [600])
+    rows[0].exp_avg_sq.zero_(), rows[0].exp_avg_sq_scale.zero_()
+    rows[0].grad.fill_(1e-6)
+    rows[0].grad[::256] = 1.0
+    expected = copies(rows)
+    launched(rows)(OPTIONS)
+    update_reference(expected, OPTIONS)
+    assert_same(rows, expected)
+    assert (dequantize_moment(rows[0].exp_avg_sq, rows[0].exp_avg_sq_scale, signed=False) > 0).all()
+
+
 # ---- CUDA, and mistakes. ----
 
 

@@ -56,12 +56,19 @@ class Net(nn.Module):
 
 
 def iterations(
-    schedule: list[Any], how: dict[str, Any], instances: int, microbatches: int, delayed: str, frozen: bool
+    schedule: list[Any],
+    how: dict[str, Any],
+    instances: int,
+    microbatches: int,
+    delayed: str,
+    frozen: bool,
+    ahead: bool,
 ) -> list[int]:
     """Four of them; a word before each forward, backward and step. Returns the elements of each unit's buckets.
 
     delayed  weight gradients are computed "inside" ``no_sync`` or "outside"; "": in backward
     frozen   the block in the middle is
+    ahead    False: every unit names no other to gather while it computes
     """
 
     def say(word: str) -> None:
@@ -71,6 +78,9 @@ def iterations(
     net = Net(delayed=bool(delayed))
     net.blocks[1].requires_grad_(not frozen)
     model = shard(net, [f"blocks.{i}" for i in range(3)], mesh=mesh, **how)
+    for unit in () if ahead else (model, *model.blocks):
+        unit.set_modules_to_forward_prefetch([])
+        unit.set_modules_to_backward_prefetch([])
     optimizer = torch.optim.SGD([param for param in model.parameters() if param.requires_grad], lr=0.1)
     sizes = [sum(bucket.layout.numel for bucket in unit.buckets) for unit in root_of(model).units]
     for step in range(4):
@@ -106,6 +116,7 @@ def launches(
     microbatches: int = 2,
     delayed: str = "",
     frozen: bool = False,
+    ahead: bool = True,
     **options: Any,
 ) -> tuple[str, list[str]]:
     """Rank 0's third iteration: what it launched inside its instance, in words, and across, in order.
@@ -115,7 +126,7 @@ def launches(
     """
     schedule: list[tuple[int, str]] = []
     how = {"placements": placements, **options}
-    arguments = schedule, how, instances, microbatches, delayed, frozen
+    arguments = schedule, how, instances, microbatches, delayed, frozen, ahead
     sizes = simulate(iterations, 2 * instances, *arguments, schedule=schedule)[0]
     assert len(set(sizes)) == 4
     names = dict(zip(sizes, "o012", strict=True))
@@ -151,6 +162,14 @@ ZERO3 = """
     backward g1 g0 r2 r1 r0 ro g1
     forward g2
     backward g1 g0 r2 r1 r0 ro c
+    step
+"""
+# Units name no other to gather ahead: each is gathered when backward enters it.
+NONE_AHEAD = """
+    forward go g0 g1 g2
+    backward g1 r2 g0 r1 r0 ro g1
+    forward g2
+    backward g1 r2 g0 r1 r0 ro c
     step
 """
 # Whole from forward to backward, which reshards them.
@@ -192,9 +211,10 @@ FROZEN = """
         ("zero1", {"frozen": True}, FROZEN),
         ("zero2", {}, ZERO2),
         ("zero3", {}, ZERO3),
+        ("zero3", {"ahead": False}, NONE_AHEAD),
         ("zero3", {"reshard_after_forward": False}, KEPT),
     ],
-    ids=["zero1", "zero1, frozen", "zero2", "zero3", "zero3, kept"],
+    ids=["zero1", "zero1, frozen", "zero2", "zero3", "zero3, none ahead", "zero3, kept"],
 )
 def test_collectives_of_an_iteration(placements: str, options: dict[str, Any], expected: str) -> None:
     inside, across = launches(placements, **options)

@@ -198,6 +198,18 @@ def test_state_dicts_and_schedules_reach_each_class() -> None:
         assert_same(ours, expected)
 
 
+def test_groups_that_a_program_assigns_reach_each_class() -> None:
+    def on_each_rank() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        model, optimizer = shard()
+        optimizer.param_groups = [{**group, "lr": 0.0} for group in optimizer.param_groups]
+        before = whole(model)
+        train(model, optimizer, range(1))
+        return before, whole(model)
+
+    for before, after in simulate(on_each_rank, 2):
+        assert_same(after, before)
+
+
 def test_several_microbatches_within_rounding() -> None:
     def on_each_rank(is_sharded: bool) -> dict[str, Tensor]:
         if is_sharded:

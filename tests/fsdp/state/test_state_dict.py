@@ -254,6 +254,8 @@ def test_without_ranks_they_are_plain_tensors() -> None:
     assert_same(dict(state), Odd(1).state_dict())
     model.load_state_dict(Odd(2).state_dict())
     assert_same(dict(model.state_dict()), Odd(2).state_dict())
+    for name, param in Odd(1).named_parameters():
+        assert torch.equal(state[name], param), f"{name} is in memory of its own"
 
 
 def layers(seed: int) -> nn.Sequential:

@@ -1,6 +1,7 @@
 """``parallelize(..., ep=)``: ranks with a part of the experts train the model that ranks with all experts train."""
 
 import copy
+import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache
@@ -335,6 +336,7 @@ def with_forward(model: nn.Module) -> nn.Module:
         (lambda: by_ep_plan(tiny("qwen3_moe")), {"ep": 2}, "cut over data-parallel ranks already; leave it out"),
         (lambda: by_ep_plan(own_implementation(tiny("qwen3_moe"))), {}, "which is not transformers' own"),
         (lambda: tiny("qwen3_moe"), {"ep": 2, "expert_process_group": WORLD_OF_ONE}, "does not go with expert_process"),
+        (lambda: tiny("qwen3_moe"), {"ep": 2, "tensor_parallel_group": WORLD_OF_ONE}, "go with tensor_parallel_group"),
         (lambda: tiny("qwen3_moe", num_experts=6), {"ep": 4}, "4 ranks do not divide 6 experts"),
         (lambda: nn.Sequential(nn.Linear(4, 4)), {"ep": 2}, "Sequential has no experts of Hugging Face"),
         (lambda: with_forward(tiny("qwen3_moe")), {"ep": 2}, "forward was replaced on this instance"),
@@ -349,3 +351,14 @@ def test_what_is_refused(make: Callable[[], nn.Module], options: dict[str, Any],
         return all(each is before[name] for name, each in model.named_parameters())
 
     assert all(simulate(refused, 4))
+
+
+def test_experts_over_other_ranks_than_those_of_the_batches_are_refused() -> None:
+    def refused() -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("other", "data"))
+        everyone = init_device_mesh("cpu", (4,))
+        others = [2, 3] if dist.get_rank() < 2 else [0, 1]
+        with pytest.raises(ValueError, match=re.escape(f"ep has ranks {others}, which are not among")):
+            parallelize(tiny("qwen3_moe"), "zero1", mesh=mesh["data"], ep=everyone)
+
+    simulate(refused, 4)

@@ -389,6 +389,15 @@ def test_every_bucket_has_a_row_and_sums_are_right(tmp_path: Path):
     assert plan.parameters.total == sum(p.numel() for p in build_model(config.model, seed=0).parameters())
 
 
+@pytest.mark.parametrize("parallel", ["zero1", "fsdp"])
+def test_buckets_of_delayed_weights_are_named_so(tmp_path: Path, parallel: str):
+    plan = plan_run(tiny_config(tmp_path, parallel=parallel, model={"delay_wgrad_layers": 1}), 2)
+    _, buckets, *_ = plan_tables(plan)
+    delayed = [str(name).endswith(", delayed") for name in buckets.columns[1].cells]
+    assert delayed == [bucket.layout.delayed for bucket in plan.buckets]
+    assert {*delayed} == {True, False}
+
+
 def test_tied_weights_are_counted_once(tmp_path: Path):
     untied, tied = (plan_run(tiny_config(tmp_path, model={"tie_embeddings": tie}), 2) for tie in (False, True))
     assert untied.parameters.total - tied.parameters.total == 256 * 32

@@ -15,7 +15,7 @@ from maingrad.launch.cli import main
 from maingrad.launch.config.run import Config, ConfigError
 from maingrad.launch.data.batches import load_corpus
 from maingrad.launch.data.sequences import Sampler
-from maingrad.launch.model.hugging_face import HuggingFaceModel, build_language_model
+from maingrad.launch.model.hugging_face import HuggingFaceModel, build_language_model, check_documents
 from maingrad.launch.plan.plan import plan_run
 from maingrad.launch.training.train import train
 from maingrad.te_integration import Float8CurrentScaling, autocast
@@ -229,6 +229,14 @@ def test_documents_of_a_packed_row_equal_documents_alone(tmp_path: Path):
             packed = model(tokens, positions=positions)
             alone = torch.cat([model(tokens[:, :10]), model(tokens[:, 10:])], dim=1)
         torch.testing.assert_close(packed, alone, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_check_of_documents_leaves_the_mode(tmp_path: Path, training: bool):
+    config = config_for(tmp_path, folder_of("llama", tmp_path / "source", layers=1))
+    model = build_language_model(config.model, seed=0).train(training)
+    check_documents(model, torch.device("cpu"))
+    assert {module.training for module in model.modules()} == {training}
 
 
 def test_mistakes(tmp_path: Path):

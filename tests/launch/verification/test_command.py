@@ -45,6 +45,9 @@ def dividing():
 
 def failing():
     raise KeyError("of the program")
+
+def refusing():
+    raise ValueError("of the program")
 """
 
 
@@ -97,9 +100,10 @@ def test_status_2(
     assert words in capsys.readouterr().err
 
 
-def test_the_programs_own_error_has_its_traceback(program: str) -> None:
-    with pytest.raises(KeyError, match="of the program"):
-        main(["verify", f"{program}:failing"])
+@pytest.mark.parametrize(("function", "error"), [("failing", KeyError), ("refusing", ValueError)])
+def test_the_programs_own_error_has_its_traceback(program: str, function: str, error: type[Exception]) -> None:
+    with pytest.raises(error, match="of the program"):
+        main(["verify", f"{program}:{function}"])
 
 
 def test_an_error_of_the_program_shows_its_frame_first(program: str) -> None:
