@@ -11,6 +11,7 @@ other modules with DTensors    (torchtitan's form) marks the parameters as exper
 Of n data-parallel ranks, ep hold all experts together, and n / ep hold the same ones.
 """
 
+import sys
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
@@ -58,12 +59,16 @@ def share_experts(
     dispatch   options of ``TokenDispatcher``
     fuse       experts of Hugging Face will be converted
 
-    Raises ``ValueError``, with the model unchanged, for experts that cannot be shared.
+    Raises ``ValueError``, with the model unchanged, for experts that cannot be shared, and for options without effect.
     """
+    if ep == 1:
+        return None  # on one process too, which has no groups
     cut = _cut_already(model, ranks)
     if not fuse and (ep is not None or any(map(_is_of_hugging_face, cut))):
         raise ValueError("experts over ranks need fuse=True: fused experts send tokens, those of transformers do not")
     if ep is None:
+        if not cut and dispatch:
+            raise ValueError("dispatch has no effect: no experts are shared out; give ep= as well")
         if not cut:
             return None
         mesh = next(iter(cut.values()))
@@ -74,34 +79,51 @@ def share_experts(
     experts: Mapping[Any, Any] = cut or dict.fromkeys(filter(_is_of_hugging_face, model.modules()), mesh)
     size = mesh.size()
     for module in filter(_is_of_hugging_face, experts):
-        reason = why_not_experts(module, may_be_split=True) if cut else None
+        is_plain = cut and not isinstance(module, FusedExperts)
+        reason = why_not_experts(module, may_be_split=True) if is_plain else None
         if reason is not None:
             raise ValueError(f"experts that are cut over data-parallel ranks cannot dispatch: {reason}")
         if not cut and module.num_experts % size:
             raise ValueError(f"ep: {size} ranks do not divide {module.num_experts} experts ({type(module).__name__})")
     dispatchers: dict[int, TokenDispatcher] = {}  # one for all layers: a transport may own memory
+    made: dict[int, nn.Parameter] = {}
     for module in experts:
         if _is_of_hugging_face(module):
-            count = module._parameters[weight_names_of(module)[0]].shape[0]
+            count = _whole_shape(module, weight_names_of(module)[0])[0]
             if count not in dispatchers:
                 dispatchers[count] = TokenDispatcher(count, mesh, **dispatch)
-            _dispatch(module, mesh, dispatchers[count])
+            _dispatch(module, mesh, dispatchers[count], made)
         else:
             for param in module.parameters(recurse=False):
                 param.allreduce = False
     return SharedExperts(tuple(experts), same)
 
 
-def keep_own(owner: nn.Module, names: Iterable[str], rank: int, size: int, mesh: DeviceMesh | None) -> None:
+def keep_own(
+    owner: nn.Module,
+    names: Iterable[str],
+    rank: int,
+    size: int,
+    mesh: DeviceMesh | None,
+    made: dict[int, nn.Parameter] | None = None,
+) -> None:
     """Leave a module the ``rank``-th of ``size`` equal parts of parameters [experts, ...], marked as experts.
 
-    Its state dicts have DTensors over ``mesh``; None only for a plan. Parameters that are DTensors already become local
+    Its state dicts have DTensors over ``mesh``; None only for a plan. Parameters that are DTensors already become
+    local, and those that are parts already (``_whole_shape``) stay.
+
+    made  the parts by ``id`` of the whole parameters, which other modules may share: so tied experts stay tied
     """
+    made = {} if made is None else made
     for name in names:
         whole: Any = owner._parameters[name]
+        if tuple(whole.shape) != _whole_shape(owner, name):
+            continue
         count = whole.shape[0] // size
-        local = whole.to_local() if is_one_slice(whole) else whole.narrow(0, rank * count, count).clone()
-        own = nn.Parameter(local.detach(), requires_grad=whole.requires_grad)
+        own = made.get(id(whole))
+        if own is None:
+            local = whole.to_local() if is_one_slice(whole) else whole.narrow(0, rank * count, count).clone()
+            own = made[id(whole)] = nn.Parameter(local.detach(), requires_grad=whole.requires_grad)
         own.allreduce = False  # type: ignore[attr-defined]
         owner._parameters[name] = own
         if mesh is None:
@@ -120,17 +142,33 @@ def _know_layout(owner: nn.Module, name: str, own: nn.Parameter, mesh: DeviceMes
     from ...ddp.plan.tensor_parallel.optimizers import set_slice_of
     from ...ddp.plan.tensor_parallel.state_dict import install_state_dict_hooks
 
-    layout = Layout(mesh, Shard(0), whole.shape, whole.stride())
+    layout = Layout(mesh, Shard(0), whole.shape, whole.stride(), of_experts=True)
     owner.__dict__.setdefault(LAYOUTS, {})[name] = layout
     set_slice_of(own, layout)
     install_state_dict_hooks(owner)
 
 
-def _dispatch(experts: Any, mesh: DeviceMesh, dispatcher: TokenDispatcher) -> None:
+def _whole_shape(owner: Any, name: str) -> tuple[int, ...]:
+    """The shape of a parameter with all experts. A model that was shared out, and copied or unwrapped, has parts."""
+    layout = _layouts(owner).get(name)
+    return tuple(owner._parameters[name].shape if layout is None else layout.shape)
+
+
+def _layouts(owner: nn.Module) -> Mapping[str, Any]:
+    if "torch.distributed.tensor" not in sys.modules:
+        return {}
+    from ...ddp.plan.tensor_parallel.layouts import layouts_of
+
+    return layouts_of(owner)
+
+
+def _dispatch(
+    experts: Any, mesh: DeviceMesh, dispatcher: TokenDispatcher, made: dict[int, nn.Parameter] | None
+) -> None:
     """Have a module of Hugging Face's experts keep this rank's, and send tokens to the others'."""
     names = weight_names_of(experts)
     biases = [f"{name}_bias" for name in names] if experts.has_bias else []
-    keep_own(experts, (*names, *biases), mesh.get_local_rank(), mesh.size(), mesh)
+    keep_own(experts, (*names, *biases), mesh.get_local_rank(), mesh.size(), mesh, made)
     experts.__dict__.pop("_is_expert_parallel", None)
     experts.__dict__.pop("forward", None)  # that of transformers' style: see ``_check`` for others
     experts.num_experts = dispatcher.num_experts // mesh.size()
@@ -141,7 +179,7 @@ def _dispatch(experts: Any, mesh: DeviceMesh, dispatcher: TokenDispatcher) -> No
 
 
 def numbers_of_experts(model: nn.Module) -> list[int]:
-    """Of each module that ``ep`` can share out; empty where ``ep`` would be refused."""
+    """The number of experts of each module that ``ep`` can share out; empty where ``ep`` would be refused."""
     found = {name: module for name, module in model.named_modules() if _is_of_hugging_face(module)}
     reasons = (_why_not(module) for module in found.values())
     return [] if any(reasons) else [int(module.num_experts) for module in found.values()]
@@ -155,6 +193,7 @@ def _cut_already(model: nn.Module, ranks: Ranks) -> dict[nn.Module, DeviceMesh]:
     """The modules with stacks of experts that are cut over data-parallel ranks, with their mesh.
 
     Stacks have three dims: a matrix that is cut over ranks with other data is a mistake, which the wrapper refuses.
+    Experts that were shared out are cut as well: the model is a copy, or was unwrapped.
     """
     found: dict[nn.Module, DeviceMesh] = {}
     for module in model.modules() if can_localize(model) else ():
@@ -163,6 +202,8 @@ def _cut_already(model: nn.Module, ranks: Ranks) -> dict[nn.Module, DeviceMesh]:
             continue
         if own[0].device_mesh.size() > 1 and any(each.dim() == 3 for each in own):
             found[module] = own[0].device_mesh
+    parts = ((module, layout) for module in model.modules() for layout in _layouts(module).values())
+    found |= {module: layout.mesh for module, layout in parts if layout.of_experts}
     here = {rank for group in make_grid(ranks).axes for rank in dist.get_process_group_ranks(group)} if found else set()
     found = {module: mesh for module, mesh in found.items() if here.issuperset(mesh.mesh.tolist())}
     if len({tuple(mesh.mesh.tolist()) for mesh in found.values()}) > 1:

@@ -146,6 +146,10 @@ def _check_free(name: str, module: LinearModule, cut: bool) -> None:
                 f"unconvert: '{name}.{local}' has a main_grad, and its wrapper has decided how each gradient is "
                 f"written: take the model out first (model.unwrap(), or let the wrapper go)"
             )
+    if isinstance(module, FusedExperts) and module.dispatcher is not None:
+        raise ValueError(
+            f"unconvert: '{name}' has this rank's experts alone, and transformers sends no tokens to others"
+        )
     if module.need_backward_dw():
         raise ValueError(f"unconvert: '{name}' has delayed weight gradients; call its backward_dw() first")
 

@@ -156,6 +156,11 @@ class FusedExperts(MadeClass, GroupedModule):
         if top_k_index is None or top_k_weights is None:
             raise TypeError(f"{self.describe()} takes hidden_states, top_k_index and top_k_weights")
         if self.config._experts_implementation not in self._form.implementations:
+            if self.dispatcher is not None:
+                raise RuntimeError(
+                    f"{self.describe()} has this rank's experts alone, to which tokens of other ranks travel: "
+                    f"experts_implementation={self.config._experts_implementation!r} knows no other ranks"
+                )
             chosen: Tensor = super().forward(hidden_states, top_k_index, top_k_weights)
             return chosen
         if torch.compiler.is_compiling() and not (self.runs_in_graph(top_k_index) and self._sends_in_graph()):

@@ -28,6 +28,9 @@ class Layout(NamedTuple):
     shape: torch.Size
     """Shape of the whole tensor, which its stride belongs to as well."""
     stride: tuple[int, ...]
+    of_experts: bool = False
+    """Whether the ranks of the mesh hold experts together, and have other data. Copies of a module know it from here:
+    their parameters have lost the mark."""
 
     @property
     def is_cut(self) -> bool:
@@ -49,7 +52,7 @@ class Layout(NamedTuple):
             offsets, sizes = [0] * len(shape), list(shape)
             offsets[dim], sizes[dim] = start, stop - start
             boxes.append(Box(tuple(offsets), tuple(sizes)))
-        return ModelSlice(shape, tuple(boxes), dim, group, "slice")
+        return ModelSlice(shape, tuple(boxes), dim, group, "expert" if self.of_experts else "slice")
 
     def dtensor(self, local: Tensor, **options: Any) -> DTensor:
         """``local`` as a DTensor that shares its memory. ``options``: of ``DTensor.from_local``."""
@@ -85,7 +88,8 @@ class Layout(NamedTuple):
 
 def layout_of(tensor: DTensor) -> Layout:
     """The layout of a DTensor on a mesh of one dim."""
-    return Layout(tensor.device_mesh, tensor.placements[0], tensor.shape, tensor.stride())
+    of_experts = not getattr(tensor, "allreduce", True)
+    return Layout(tensor.device_mesh, tensor.placements[0], tensor.shape, tensor.stride(), of_experts)
 
 
 def layouts_of(module: nn.Module) -> Mapping[str, Layout]:

@@ -26,7 +26,6 @@ _REPLACED, _LAYOUT = "_maingrad_made_local", "_maingrad_layout"
 
 def set_replaced(tensor: DTensor, local: Tensor) -> None:
     """Remember the local parameter that has the place of ``tensor``."""
-    _watch_steps()
     setattr(tensor, _REPLACED, local)
 
 
@@ -37,8 +36,10 @@ def replaced_by(tensor: DTensor) -> Tensor | None:
 
 def set_slice_of(param: Tensor, layout: Layout) -> None:
     """Have wrappers, and state dicts of optimizers, know the layout of a local parameter."""
-    held = layout.model_slice()
-    set_model_slice(param, held if getattr(param, "allreduce", True) else held._replace(grad="expert"))
+    _watch_steps()
+    set_model_slice(param, layout.model_slice())
+    if layout.of_experts:
+        param.allreduce = False  # type: ignore[attr-defined]  # Megatron-core's mark, which a copy has lost
     setattr(param, _LAYOUT, layout)
 
 

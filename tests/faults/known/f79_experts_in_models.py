@@ -6,6 +6,7 @@ PARALLELIZE = "tests/launch/parallelizing/test_experts.py::"
 WRAPPERS = PARALLELIZE + "test_wrappers_train_alike"
 TRAIN = "tests/launch/training/test_mesh.py::test_ranks_that_share_out_experts_train_the_same_model"
 EXPERTS = "maingrad.launch.parallelizing.experts"
+OPTIMIZERS = "maingrad.ddp.plan.tensor_parallel.optimizers"
 
 FAULTS = [
     Fault(
@@ -47,5 +48,24 @@ FAULTS = [
         sentence="DTensors over data-parallel ranks are taken for slices of tensor parallelism.",
         tests=[PARALLELIZE + "test_experts_that_are_dtensors"],
         changes=[Change(EXPERTS, "share_experts", "param.allreduce = False", "param.allreduce = True")],
+    ),
+    Fault(
+        "79g-copies-of-experts-are-slices",
+        sentence="A deepcopy of a model with shared experts loses allreduce = False: a wrapper takes them for slices.",
+        tests=[PARALLELIZE + "test_a_wrapper_knows_the_experts_of_a_copy"],
+        quick=[PARALLELIZE + "test_a_wrapper_knows_the_experts_of_a_copy"],
+        changes=[Change(OPTIMIZERS, "set_slice_of", "if layout.of_experts:", "if False:")],
+    ),
+    Fault(
+        "79h-tied-experts-train-apart",
+        sentence="Each of two layers that share experts gets a part of its own.",
+        tests=[PARALLELIZE + "test_tied_experts_stay_tied"],
+        changes=[Change(EXPERTS, "keep_own", "own = made.get(id(whole))", "own = None")],
+    ),
+    Fault(
+        "79i-optimizers-save-one-ranks-experts",
+        sentence="State dicts of torch's optimizers have local tensors, of which one rank's are saved.",
+        tests=[PARALLELIZE + "test_state_dicts_of_torchs_optimizers_are_of_all_experts"],
+        changes=[Change(OPTIMIZERS, "set_slice_of", "_watch_steps()", "layout.is_cut")],
     ),
 ]

@@ -17,8 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from maingrad.ddp import WORLD_OF_ONE, load_checkpoint, save_checkpoint
+from maingrad.ddp import WORLD_OF_ONE, DistributedDataParallel, load_checkpoint, save_checkpoint
 from maingrad.launch import make_optimizer, parallelize, simulate
+from maingrad.te_integration import unconvert
 
 RANKS, STEPS = 4, 3
 
@@ -223,7 +224,86 @@ def test_cut_matrices_over_data_parallel_ranks_are_no_experts() -> None:
     simulate(refused, 2)
 
 
+# ---- Experts that were shared out before. ----
+
+
+@pytest.mark.parametrize(("copied", "parallel"), [(True, "zero1"), (False, "zero3")])
+@pytest.mark.in_turn
+def test_copies_and_unwrapped_models_are_shared_out_already(copied: bool, parallel: str) -> None:
+    """A copied parameter has no mark: its module knows that it is of experts, and of which."""
+
+    def again() -> Trained:
+        model: Any = parallelize(tiny("qwen3_moe"), "ddp", ep=2)
+        return train(parallelize(copy.deepcopy(model) if copied else model.unwrap(), parallel))
+
+    assert_same(simulate(again, RANKS), without_ep("qwen3_moe"))
+
+
+def test_a_wrapper_knows_the_experts_of_a_copy() -> None:
+    """They are no slices of tensor-parallel ranks, and one rank's are not given to the others."""
+
+    def wrap() -> None:
+        model: Any = copy.deepcopy(parallelize(tiny("qwen3_moe"), "ddp", ep=2))
+        with pytest.raises(ValueError, match=r"is an expert's .* nobody said which ranks hold the same experts"):
+            DistributedDataParallel(model)
+        DistributedDataParallel(model, expert_process_group=WORLD_OF_ONE)
+
+    simulate(wrap, 2)
+
+
+def test_a_part_of_the_experts_runs_without_the_others_nowhere() -> None:
+    def refused() -> None:
+        model: Any = parallelize(tiny("qwen3_moe"), "ddp", ep=2)
+        with pytest.raises(ValueError, match="sends no tokens"):
+            unconvert(copy.deepcopy(model))
+        model.module.config._experts_implementation = "mine"
+        with pytest.raises(RuntimeError, match="'mine' knows no other ranks"):
+            model(input_ids=tokens_of(0), labels=tokens_of(0))
+
+    simulate(refused, 2)
+
+
+@pytest.mark.in_turn
+def test_tied_experts_stay_tied() -> None:
+    """One parameter of two layers: two parts of it would train apart."""
+
+    def run_tied(ep: int | None) -> Trained:
+        model: Any = tiny("mixtral")
+        first, second = (layer.mlp.experts for layer in model.model.layers)
+        second.down_proj = first.down_proj
+        trained = train(parallelize(model, "zero1", ep=ep))
+        assert second.down_proj is first.down_proj
+        return trained
+
+    assert_same(simulate(run_tied, 2, 2), simulate(run_tied, 2, None))
+
+
+def test_one_rank_has_all_experts() -> None:
+    """A program whose ``ep`` is a number runs on one process as well, which has no groups."""
+    model: Any = parallelize(tiny("mixtral"), "ddp", ep=1, dispatch={"transport": "symmetric"})
+    model(input_ids=tokens_of(0), labels=tokens_of(0)).loss.backward()
+
+
 # ---- Checkpoints and state dicts. ----
+
+
+def test_state_dicts_of_torchs_optimizers_are_of_all_experts() -> None:
+    """Local tensors would be saved once, one rank's, and loaded by all."""
+
+    def moments(ep: int | None) -> dict[str, Tensor]:
+        model = parallelize(tiny("mixtral"), "ddp", ep=ep)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        model(input_ids=tokens_of(0), labels=tokens_of(0)).loss.backward()
+        optimizer.step()
+        state = optimizer.state_dict()["state"]
+        named = {name: state[index]["exp_avg"] for index, (name, _) in enumerate(model.named_parameters())}
+        return {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in named.items()}
+
+    expected = simulate(moments, 2, None)[0]
+    for found in simulate(moments, 2, 2):
+        for name, each in expected.items():
+            assert found[name].shape == each.shape, name
+            assert (found[name] - each).norm() <= 2e-5 * each.norm(), name
 
 
 @pytest.mark.parametrize("parallel", ["zero1", "zero3"])
@@ -331,6 +411,7 @@ def with_forward(model: nn.Module) -> nn.Module:
     ("make", "options", "message"),
     [
         (lambda: tiny("qwen3_moe"), {"ep": 3}, "ep = 3 does not divide the 4 data-parallel"),
+        (lambda: tiny("qwen3_moe"), {"dispatch": {"transport": "symmetric"}}, "dispatch has no effect"),
         (lambda: tiny("qwen3_moe"), {"ep": 2, "fuse": False}, "experts over ranks need fuse=True"),
         (lambda: by_ep_plan(tiny("qwen3_moe")), {"fuse": False}, "experts over ranks need fuse=True"),
         (lambda: by_ep_plan(tiny("qwen3_moe")), {"ep": 2}, "cut over data-parallel ranks already; leave it out"),
