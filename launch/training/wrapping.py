@@ -67,10 +67,9 @@ class Wrapped:
         self._dtypes = {name: param.dtype for name, param in module.named_parameters()}
         """Of computation."""
         self.parameters = [
-            HeldParameter(math.prod((self._slices[name] or param).shape), param.dtype, owned.delayed)
-            for owned in find_owned_params(module)
-            for name, param in [(owned.name, owned.param)]
-            if param.requires_grad
+            HeldParameter(math.prod((self._slices[each.name] or each.param).shape), each.param.dtype, each.delayed)
+            for each in find_owned_params(module)
+            if each.param.requires_grad
         ]
         self._module = module
         self.model: DistributedDataParallel | FSDPModule
