@@ -50,7 +50,6 @@ __all__ = [
     "policy_of",
     "record_ignored",
     "row_of",
-    "with_tensor_ranks",
 ]
 
 _WHOSE_EXPERTS = (
@@ -113,11 +112,6 @@ def check_unit(
     trainable = [(each.name, each.param) for each in owned if each.param.requires_grad]
     check_marks(trainable, grid, tensor_ranks=tensor_ranks)
     return UnitParts(options, grid, ignored, modules, owned, on, tensor_ranks)
-
-
-def with_tensor_ranks(grid: RankGrid, tensor_ranks: RankGrid | None) -> RankGrid:
-    """``grid`` and the tensor-parallel ranks, which hold one model together."""
-    return grid if tensor_ranks is None else grid._replace(tensor=tensor_ranks.inner)
 
 
 def _set_slices(owned: Iterable[OwnedParam], grid: RankGrid, tensor_ranks: RankGrid) -> None:
@@ -358,7 +352,8 @@ def compare_units(parts: UnitParts, failures: FailureReporter) -> None:
         if buffer is not None
     ]
     said = [f"{option}={value}" for option, value in parts.options._asdict().items()]
-    everyone = with_tensor_ranks(parts.grid, parts.tensor_ranks)
+    tensor = None if parts.tensor_ranks is None else parts.tensor_ranks.inner
+    everyone = parts.grid._replace(tensor=tensor)
     compare_between_ranks({"model": model, "call of fully_shard": said}, everyone.axes, failures)
     if uneven:  # tensor-parallel ranks have other shapes
         compare_between_ranks({"model": uneven}, parts.grid.axes, failures)

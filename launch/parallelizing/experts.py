@@ -22,8 +22,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ...ddp.collectives.rank_grid import WORLD_OF_ONE, RankGrid, Ranks, make_grid
 from ...ddp.contract.module import DelayedWgradModule
-from ...ddp.plan.cut import Box
-from ...ddp.plan.model_slice import ModelSlice, set_model_slice
 from ...ddp.plan.tensor_parallel.localize import can_localize, is_one_slice
 from ...ddp.torch_internals.distributed import new_group_of_members
 from ...te_integration.experts.dispatch.dispatcher import TokenDispatcher
@@ -66,28 +64,30 @@ def share_experts(
     cut = _cut_already(model, ranks)
     if not fuse and (ep is not None or any(map(_is_of_hugging_face, cut))):
         raise ValueError("experts over ranks need fuse=True: fused experts send tokens, those of transformers do not")
-    if ep is None:
-        if not cut and dispatch:
+    if ep is None and not cut:
+        if dispatch:
             raise ValueError("dispatch has no effect: no experts are shared out; give ep= as well")
-        if not cut:
-            return None
-        mesh = next(iter(cut.values()))
-    else:
-        _check(model, cut)
-        mesh = mesh_of(ep, make_grid(ranks))
+        return None
+    if ep is not None and cut:
+        raise ValueError("ep has no effect: the model's experts are cut over data-parallel ranks already; leave it out")
+    mesh = next(iter(cut.values())) if ep is None else mesh_of(ep, make_grid(ranks))
     same = same_place(mesh, make_grid(ranks))
-    experts: Mapping[Any, Any] = cut or dict.fromkeys(filter(_is_of_hugging_face, model.modules()), mesh)
-    size = mesh.size()
-    for module in filter(_is_of_hugging_face, experts):
-        is_plain = cut and not isinstance(module, FusedExperts)
-        reason = why_not_experts(module, may_be_split=True) if is_plain else None
+    modules: Iterable[tuple[str, Any]] = model.named_modules()
+    experts = {name: each for name, each in modules if (each in cut if cut else _is_of_hugging_face(each))}
+    if not experts:
+        raise ValueError(
+            f"ep has no effect: {type(model).__name__} has no experts of Hugging Face; a model of your own sends "
+            f"tokens by te_integration.TokenDispatcher"
+        )
+    for name, module in experts.items():
+        reason = _why_not(module, is_cut=bool(cut)) if _is_of_hugging_face(module) else None
+        if not cut and module.num_experts % mesh.size():
+            reason = f"{mesh.size()} ranks do not divide {module.num_experts} experts"
         if reason is not None:
-            raise ValueError(f"experts that are cut over data-parallel ranks cannot dispatch: {reason}")
-        if not cut and module.num_experts % size:
-            raise ValueError(f"ep: {size} ranks do not divide {module.num_experts} experts ({type(module).__name__})")
+            raise ValueError(f"the experts '{name}' cannot dispatch: {reason}")
     dispatchers: dict[int, TokenDispatcher] = {}  # one for all layers: a transport may own memory
     made: dict[int, nn.Parameter] = {}
-    for module in experts:
+    for module in experts.values():
         if _is_of_hugging_face(module):
             count = _whole_shape(module, weight_names_of(module)[0])[0]
             if count not in dispatchers:
@@ -96,7 +96,7 @@ def share_experts(
         else:
             for param in module.parameters(recurse=False):
                 param.allreduce = False
-    return SharedExperts(tuple(experts), same)
+    return SharedExperts(tuple(experts.values()), same)
 
 
 def keep_own(
@@ -126,10 +126,7 @@ def keep_own(
             own = made[id(whole)] = nn.Parameter(local.detach(), requires_grad=whole.requires_grad)
         own.allreduce = False  # type: ignore[attr-defined]
         owner._parameters[name] = own
-        if mesh is None:
-            box = Box((rank * count, *[0] * (whole.dim() - 1)), tuple(own.shape))
-            set_model_slice(own, ModelSlice(tuple(whole.shape), (box,), 0, None, "expert"))
-        else:
+        if mesh is not None:
             _know_layout(owner, name, own, mesh, whole)
     if isinstance(owner, DelayedWgradModule):
         owner.mark_delayed_weights()
@@ -170,7 +167,7 @@ def _dispatch(
     biases = [f"{name}_bias" for name in names] if experts.has_bias else []
     keep_own(experts, (*names, *biases), mesh.get_local_rank(), mesh.size(), mesh, made)
     experts.__dict__.pop("_is_expert_parallel", None)
-    experts.__dict__.pop("forward", None)  # that of transformers' style: see ``_check`` for others
+    experts.__dict__.pop("forward", None)  # that of transformers' style: see ``_why_not`` for others
     experts.num_experts = dispatcher.num_experts // mesh.size()
     experts.dispatcher = dispatcher
 
@@ -180,9 +177,8 @@ def _dispatch(
 
 def numbers_of_experts(model: nn.Module) -> list[int]:
     """The number of experts of each module that ``ep`` can share out; empty where ``ep`` would be refused."""
-    found = {name: module for name, module in model.named_modules() if _is_of_hugging_face(module)}
-    reasons = (_why_not(module) for module in found.values())
-    return [] if any(reasons) else [int(module.num_experts) for module in found.values()]
+    found: list[Any] = [module for module in model.modules() if _is_of_hugging_face(module)]
+    return [] if any(map(_why_not, found)) else [int(module.num_experts) for module in found]
 
 
 def _is_of_hugging_face(module: Any) -> bool:
@@ -211,24 +207,10 @@ def _cut_already(model: nn.Module, ranks: Ranks) -> dict[nn.Module, DeviceMesh]:
     return found
 
 
-def _check(model: nn.Module, cut: Mapping[nn.Module, DeviceMesh]) -> None:
-    if cut:
-        raise ValueError("ep has no effect: the model's experts are cut over data-parallel ranks already; leave it out")
-    reasons = {name: _why_not(module) for name, module in model.named_modules() if _is_of_hugging_face(module)}
-    if not reasons:
-        raise ValueError(
-            f"ep has no effect: {type(model).__name__} has no experts of Hugging Face; a model of your own sends "
-            f"tokens by te_integration.TokenDispatcher"
-        )
-    for name, reason in reasons.items():
-        if reason is not None:
-            raise ValueError(f"ep: the experts '{name}' cannot dispatch: {reason}")
-
-
-def _why_not(experts: nn.Module) -> str | None:
-    if "forward" in vars(experts):
+def _why_not(experts: nn.Module, *, is_cut: bool = False) -> str | None:
+    if not is_cut and "forward" in vars(experts):
         return "its forward was replaced on this instance"
-    return None if isinstance(experts, FusedExperts) else why_not_experts(experts)
+    return None if isinstance(experts, FusedExperts) else why_not_experts(experts, may_be_split=is_cut)
 
 
 # ---- Their ranks. ----

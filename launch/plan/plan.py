@@ -1,6 +1,5 @@
 """Computes what a run allocates and sends from shapes alone, without process group and storage."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,7 +7,6 @@ import torch
 import torch.distributed as dist
 
 from ...ddp.collectives.reduction import Placement, Placements
-from ...ddp.torch_grads.muon_groups import MuonGroups
 from ...fsdp.unit.plan import pool_limit
 from ..config.run import Config
 from ..model.cut_gpt import cut_gpt
@@ -35,7 +33,7 @@ class RunPlan:
     rank_bytes: RankBytes
     """What the fullest rank holds between steps."""
     muon: MuonShares | None
-    """Muon's work by ranks; None: another optimizer, or sharded parameters."""
+    """Muon's work by ranks; None: another optimizer, or sharded parameters, whose owners are found once they are."""
     exchanges: tuple[Exchange, ...]
     """What ranks that compute one sample together send each other in a step."""
 
@@ -107,18 +105,13 @@ def plan_run(config: Config, ranks: int) -> RunPlan:
     if config.mesh.ep > 1 and isinstance(model, GPT):
         model.share_experts(0, config.mesh.ep, None)
     units = lay_out(config, model, muon, ranks // config.mesh.tp)
+    buckets = [bucket for unit in units for bucket in unit.buckets]
     return RunPlan(
         config=config,
         ranks=ranks,
         parameters=parameters,
         units=units,
-        rank_bytes=rank_bytes(bucket for unit in units for bucket in unit.buckets),
-        muon=_muon_shares(config, muon, units),
+        rank_bytes=rank_bytes(buckets),
+        muon=muon_shares(muon, buckets) if muon.groups and not config.fully_sharded else None,
         exchanges=exchanges_of(config, ranks),
     )
-
-
-def _muon_shares(config: Config, muon: MuonGroups, units: Sequence[PlacedUnit]) -> MuonShares | None:
-    if config.fully_sharded or not muon.groups:  # there owners are found when parameters have been sharded
-        return None
-    return muon_shares(muon, [bucket for unit in units for bucket in unit.buckets])

@@ -80,12 +80,10 @@ def _buckets(config: Config, model: LanguageModel, muon: MuonGroups, ranks: int)
     copies = inner_size * config.mesh.tp
     # As ``make_grids`` has them.
     sizes = {"slice": inner_size, "dense": copies, "partial": copies, "expert": inner_size // config.mesh.ep}
-    owned = find_owned_params(model)
-    if config.mesh.tp > 1:
-        slices = [model_slice_of(each.param) for each in owned]
-        owned = [
-            each._replace(grid_name=held.grad if held else "dense") for each, held in zip(owned, slices, strict=True)
-        ]
+    owned = [
+        each if (held := model_slice_of(each.param)) is None else each._replace(grid_name=held.grad)
+        for each in find_owned_params(model)
+    ]
     plan = plan_model(owned, wrapper, shard_degree=sizes if row.inner.scatters else 1)
     buckets = [
         PlacedBucket(

@@ -120,35 +120,28 @@ def process_group_from_env(device: Literal["auto", "cpu", "cuda"]) -> Iterator[N
         gc.collect()
 
 
-def current_runtime(device: Literal["auto", "cpu", "cuda"], mesh: MeshConfig | None = None) -> Runtime:
+def current_runtime(device: Literal["auto", "cpu", "cuda"], mesh: MeshConfig) -> Runtime:
     """Rank, world size, device and mesh of the calling process or simulated rank. Collective with a mesh.
 
     Raises ``ConfigError`` if the ranks are no such mesh.
     """
-    mesh = mesh or MeshConfig()
-    runtime = _current_runtime(device)
-    data_ranks = mesh.data_ranks(runtime.world_size)
+    rank, ranks = 0, 1
+    if _initialized():
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        # gloo ranks, simulated ones among them, train on the CPU.
+        device = device if "nccl" in str(dist.get_backend()) else "cpu"
+    runtime = Runtime(rank, ranks, _choose_device(device), mesh)
+    sizes = mesh.data_ranks(ranks), mesh.cp, mesh.tp
     if mesh.ep > 1:
-        runtime = runtime._replace(mesh=mesh, expert_mesh=mesh_of(mesh.ep, make_grid(None)))
-    if mesh.ranks_of_sample == 1:
-        return runtime
-    sizes = data_ranks, mesh.cp, mesh.tp
-    made = init_device_mesh(runtime.device.type, sizes, mesh_dim_names=("dp", "cp", "tp"))
-    runtime = runtime._replace(mesh=mesh)
-    if mesh.cp > 1:
-        runtime = runtime._replace(context=ContextRanks(made["cp"].get_group(), mesh.cp_attention == "ring"))
-    if mesh.tp == 1:
-        return runtime
-    loss_group = made["dp", "cp"]._flatten().get_group()
-    return runtime._replace(tensor_group=made["tp"].get_group(), loss_group=loss_group)
-
-
-def _current_runtime(device: Literal["auto", "cpu", "cuda"]) -> Runtime:
-    if not _initialized():
-        return Runtime(0, 1, _choose_device(device))
-    # gloo ranks, simulated ones among them, train on the CPU.
-    on_cpu = "nccl" not in str(dist.get_backend())
-    return Runtime(dist.get_rank(), dist.get_world_size(), _choose_device("cpu" if on_cpu else device))
+        runtime = runtime._replace(expert_mesh=mesh_of(mesh.ep, make_grid(None)))
+    if mesh.ranks_of_sample > 1:
+        made = init_device_mesh(runtime.device.type, sizes, mesh_dim_names=("dp", "cp", "tp"))
+        if mesh.cp > 1:
+            runtime = runtime._replace(context=ContextRanks(made["cp"].get_group(), mesh.cp_attention == "ring"))
+        if mesh.tp > 1:
+            loss_group = made["dp", "cp"]._flatten().get_group()
+            runtime = runtime._replace(tensor_group=made["tp"].get_group(), loss_group=loss_group)
+    return runtime
 
 
 def versions() -> dict[str, str]:

@@ -26,9 +26,10 @@ from ...ddp.contract.record import GradRecord
 from ...ddp.plan.model_slice import model_slice_of
 from ...ddp.plan.owned_params import find_owned_params
 from ...ddp.torch_grads.muon_groups import MuonGroups
-from ...ddp.torch_grads.over_ranks import whole_of_slices
+from ...ddp.torch_grads.over_ranks import whole, whole_of_slices
 from ...fsdp import FSDPModule
-from ...fsdp.module import root_of, unit_of
+from ...fsdp.module import root_of
+from ...fsdp.tensors.parameter import ShardedParameter
 from ...te_integration import GroupedMLP
 from ..config.run import Config, ConfigError, OptimizerConfig
 from ..model.hugging_face import HuggingFaceModel, LanguageModel
@@ -63,13 +64,14 @@ class Wrapped:
 
     def __init__(self, module: LanguageModel, config: Config, runtime: Runtime) -> None:
         self._slices = {name: model_slice_of(param) for name, param in module.named_parameters()}
+        self._dtypes = {name: param.dtype for name, param in module.named_parameters()}
+        """Of computation."""
         self.parameters = [
-            HeldParameter(math.prod(_whole_shape(owned.param)), owned.param.dtype, owned.delayed)
-            for owned in find_owned_params(module)
-            if owned.param.requires_grad
+            HeldParameter(math.prod((self._slices[each.name] or each.param).shape), each.param.dtype, each.delayed)
+            for each in find_owned_params(module)
+            if each.param.requires_grad
         ]
         self._module = module
-        self._names = [name for name, _ in module.named_parameters()]
         self.model: DistributedDataParallel | FSDPModule
         """Called with tokens and targets."""
         self.optimizer: Any
@@ -146,26 +148,15 @@ class Wrapped:
     def digest(self, *, wanted: bool) -> str | None:
         """SHA-256 of all parameters, to compare runs bit for bit; None unless ``wanted``. Collective."""
         found = {name: _digest(name, param) for name, param in self._whole_params() if wanted}
-        return hashlib.sha256("".join(found[name] for name in self._names).encode()).hexdigest() if wanted else None
+        return hashlib.sha256("".join(found[name] for name in self._dtypes).encode()).hexdigest() if wanted else None
 
     def _whole_params(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter by name; one unit after the other is whole. Collective: take all of them on every rank."""
-        for name, param in self._held_params():
-            yield name, whole_of_slices(param, self._slices[name])
-
-    def _held_params(self) -> Iterator[tuple[str, Tensor]]:
-        """The same, but of this tensor-parallel rank."""
-        if isinstance(self.model, DistributedDataParallel):
-            yield from self._module.named_parameters()
-            return
-        for module in self.model.modules():
-            if isinstance(module, FSDPModule):
-                with torch.no_grad():
-                    module.unshard()
-                for pair in unit_of(module).pairs:
-                    yield pair.sharded.shard.name, pair.whole
-                with torch.no_grad():
-                    module.reshard()
+        """Every parameter by name; one after the other is whole. Collective: take all of them on every rank."""
+        for name, param in self._module.named_parameters():
+            if isinstance(param, ShardedParameter):  # in the dtype of masters
+                yield name, whole(param.detach(), param.shard).to(self._dtypes[name])
+            else:
+                yield name, whole_of_slices(param, self._slices[name])
 
 
 def _sharded(module: LanguageModel, config: Config, runtime: Runtime) -> FSDPModule:
@@ -215,12 +206,6 @@ def _optimizer_of(model: nn.Module, settings: OptimizerConfig, muon: MuonGroups,
     vectors = {"params": lambda name, parameter: parameter.ndim < 2, "weight_decay": 0.0}
     groups = [*muon.groups, *([vectors] if own_group else [])]
     return make_optimizer(model, settings.optimizer_class, lr=settings.lr, param_groups=groups, **options)
-
-
-def _whole_shape(param: Tensor) -> tuple[int, ...]:
-    """The shape of the parameter that tensor-parallel ranks hold together."""
-    held = model_slice_of(param)
-    return tuple(param.shape) if held is None else held.shape
 
 
 def _digest(name: str, parameter: Tensor) -> str:

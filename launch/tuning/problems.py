@@ -52,9 +52,9 @@ def provenance(device: torch.device) -> dict[str, Any]:
     }
 
 
-def _split_sizes(experts: int, rows: int, seed: int = 0) -> list[int]:
+def _split_sizes(experts: int, rows: int) -> list[int]:
     """Uneven sizes in multiples of 16; their sum is ``rows``, rounded down to a multiple of 16."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     weights = torch.rand(experts, generator=generator) + 0.2
     drawn = torch.multinomial(weights, max(rows // _MULTIPLE, 1), replacement=True, generator=generator)
     sizes: list[int] = (torch.bincount(drawn, minlength=experts) * _MULTIPLE).tolist()

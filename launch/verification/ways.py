@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ...ddp import DistributedDataParallel, clip_grad_norm
 from ...ddp.collectives.rank_grid import Ranks
 from ...ddp.plan.model_slice import ModelSlice, model_slice_of
-from ...ddp.plan.owned_params import is_marked_expert
 from ...ddp.torch_grads.muon_groups import MuonGroups, muon_groups
 from ...fsdp import MixedPrecisionPolicy
 from ...te_integration import WgradQueue, delayed_wgrad
@@ -197,7 +196,8 @@ def run_way(program: Program, way: Way, parts: Sequence[Part], setting: Setting,
         shards = [(param, param.shard.name, param.shard.start, param.shard.cut_slice) for param in held]
         grads = [_in_whole(Piece(name, start, _flat(param.grad.to_local())), own) for param, name, start, own in shards]
     else:
-        slices = {**model.model_slices, **_slices_of_experts(module)}
+        named = dict(module.named_parameters())  # those of experts are no slices of the wrapper's
+        slices = {name: model.model_slices.get(name) or model_slice_of(param) for name, param in named.items()}
         grads = list(_held_grads(model, slices))
     if is_stock:
         optimizer.grad_norm = clip_grad_norm(model, _NO_CLIPPING)
@@ -206,18 +206,12 @@ def run_way(program: Program, way: Way, parts: Sequence[Part], setting: Setting,
         weights = [_in_whole(Piece(name, start, _flat(param)), own) for param, name, start, own in shards]
         records = [record for unit in model.units for bucket in unit.buckets for record in bucket.records]
     else:
-        pieces = (Piece(name, 0, _flat(param)) for name, param in module.named_parameters())
-        weights = [_in_whole(piece, slices.get(piece.name)) for piece in pieces]
+        weights = [_in_whole(Piece(name, 0, _flat(param)), slices[name]) for name, param in named.items()]
         records = model.records
     return RankResult(grads, float(optimizer.grad_norm), weights, sum(record.num_fused_writes for record in records))
 
 
-def _slices_of_experts(module: nn.Module) -> dict[str, ModelSlice]:
-    found = ((name, model_slice_of(param)) for name, param in module.named_parameters() if is_marked_expert(param))
-    return {name: held for name, held in found if held is not None}
-
-
-def _held_grads(model: DistributedDataParallel, slices: Mapping[str, ModelSlice]) -> Iterator[Piece]:
+def _held_grads(model: DistributedDataParallel, slices: Mapping[str, ModelSlice | None]) -> Iterator[Piece]:
     """The reduced gradients of the ranges that this rank owns."""
     for bucket in model.buckets:
         first, last = model.owned_range(bucket.layout)
@@ -226,7 +220,7 @@ def _held_grads(model: DistributedDataParallel, slices: Mapping[str, ModelSlice]
             start, end = max(base, first), min(slot.end - bucket.layout.start, last)
             if start < end:
                 piece = Piece(slot.spec.name, start - base, bucket.reduced[start - first : end - first].clone())
-                yield _in_whole(piece, slices.get(piece.name))
+                yield _in_whole(piece, slices[piece.name])
 
 
 def _in_whole(piece: Piece, held: ModelSlice | None) -> Piece:

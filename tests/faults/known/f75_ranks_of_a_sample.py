@@ -184,7 +184,7 @@ FAULTS = [
         ],
     ),
     Fault(
-        "75p-the-plan-counts-all-shards-of-copies",
+        "75u-the-plan-counts-all-shards-of-copies",
         sentence="The plan has each rank send all shards of what is not cut, and not those of its own column.",
         tests=[PLAN + "test_plan.py::test_plan_of_tensor_parallel_ranks_is_what_training_allocates"],
         changes=[Change("maingrad.launch.plan.units", "_buckets", "config.mesh.tp if layout", "1 if layout")],

@@ -152,7 +152,7 @@ def test_documents_are_checked_once_the_model_has_values(tmp_path: Path):
 
 
 def where_tensors_are(config: Config) -> set[str]:
-    model = load_model(config, current_runtime("cpu"))
+    model = load_model(config, current_runtime("cpu", config.mesh))
     return {tensor.device.type for tensor in tensors(model).values()}
 
 
