@@ -64,6 +64,8 @@ def share_experts(
     if not fuse and (ep is not None or any(map(_is_of_hugging_face, cut))):
         raise ValueError("experts over ranks need fuse=True: fused experts send tokens, those of transformers do not")
     if ep is None:
+        if dispatch and not any(map(_is_of_hugging_face, cut)):
+            raise ValueError("dispatch has no effect: no experts are shared out; give ep=, or leave it out")
         if not cut:
             return None
         mesh = next(iter(cut.values()))
@@ -141,7 +143,7 @@ def _dispatch(experts: Any, mesh: DeviceMesh, dispatcher: TokenDispatcher) -> No
 
 
 def numbers_of_experts(model: nn.Module) -> list[int]:
-    """Of each module that ``ep`` can share out; empty where ``ep`` would be refused."""
+    """Numbers of experts of the modules that ``ep`` can share out; empty where ``ep`` would be refused."""
     found = {name: module for name, module in model.named_modules() if _is_of_hugging_face(module)}
     reasons = (_why_not(module) for module in found.values())
     return [] if any(reasons) else [int(module.num_experts) for module in found.values()]
