@@ -3,6 +3,9 @@
 All kernels but NCCL's count as computing, and so do copies and memsets. Communication is *exposed* while no computing
 runs. The GPU is *idle* while nothing runs. A *gap* is an interval without computing. The activity that ends a gap
 either was launched before the gap began and waited (``waited``), or was launched during the gap (``host late``).
+
+Exchanges of experts' rows by maingrad's kernels have a table of their own: one is in forward or in backward as the
+activation of experts is that is nearest to it, and exposed while nothing else computes.
 """
 
 import gzip
@@ -22,6 +25,8 @@ __all__ = ["Activity", "Tracer", "activities_of", "digest", "digest_trace", "loa
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _ON_HOST = ("cuda_runtime", "cuda_driver")
 _NAME_LENGTH = 90
+_EXCHANGE = ("_meet_kernel", "_copy_kernel")
+_ACTIVATIONS = {"_scaled_glu_kernel": "forward", "_scaled_glu_backward_kernel": "backward"}
 
 
 class Activity(NamedTuple):
@@ -154,6 +159,7 @@ def digest(activities: Sequence[Activity], num_steps: int, *, num_gaps: int = 15
     for stream, mine in sorted(grouped(activities, lambda each: each.stream).items()):
         of_all, of_nccl = (length(_spans(some)) for some in (mine, (each for each in mine if each.is_nccl)))
         lines.append(f"{stream:8d}{of_all / 1e3 / num_steps:16.2f}{of_nccl / 1e3 / num_steps:12.2f}{len(mine):12d}")
+    lines += _exchanges(activities, num_steps)
     lines += ["", "Longest gaps in computing", *_gaps(activities, computing, nccl, num_gaps)]
     lines += ["", "Kernels", f"{'ms a step':>10s}{'count a step':>14s}{'mean us':>10s}  name"]
     names = grouped(activities, lambda each: each.name)
@@ -169,6 +175,26 @@ def digest(activities: Sequence[Activity], num_steps: int, *, num_gaps: int = 15
 
 def _spans(activities: Iterable[Activity]) -> list[Interval]:
     return union((each.start, each.end) for each in activities)
+
+
+def _exchanges(activities: Sequence[Activity], num_steps: int) -> list[str]:
+    """A line for exchanges of experts' rows in forward, and one for backward; none without any."""
+    passes: dict[str, list[Activity]] = {"forward": [], "backward": []}
+    marks = [each for each in activities if each.name in _ACTIVATIONS]
+    for each in activities if marks else ():
+        if each.name in _EXCHANGE:
+            nearest = min(marks, key=lambda mark: abs(mark.start - each.start))
+            passes[_ACTIVATIONS[nearest.name]].append(each)
+    others = _spans(each for each in activities if not each.is_nccl and each.name not in _EXCHANGE)
+    lines = ["", f"{'Exchanges of rows':28s}{'ms a step':>12s}{'exposed':>12s}{'share':>9s}"]
+    for label, mine in passes.items():
+        spans = _spans(mine)
+        whole, exposed = length(spans), length(without(spans, others))
+        if whole:
+            lines.append(
+                f"in {label:25s}{whole / 1e3 / num_steps:12.2f}{exposed / 1e3 / num_steps:12.2f}{exposed / whole:9.1%}"
+            )
+    return lines if len(lines) > 2 else []
 
 
 def _gaps(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from trace_digest import digest, digest_trace, load_trace, record_trace
+from trace_digest import Activity, digest, digest_trace, load_trace, record_trace
 
 
 def kernel(name: str, stream: int, start: float, duration: float, correlation: int) -> dict:
@@ -110,3 +110,22 @@ def test_a_real_trace_has_the_kernels_of_its_steps(tmp_path: Path) -> None:
     assert len(activities) == 2
     assert all(each.launched is not None and each.launched <= each.start for each in activities)
     assert row(digest_trace(path, 2), "exposed communication")[0] == "0.00"
+
+
+def test_exchanges_of_rows_are_exposed_where_nothing_else_computes() -> None:
+    def at(name: str, start: float, end: float) -> Activity:
+        return Activity(name, 7, start, end, None)
+
+    activities = [
+        at("_copy_kernel", 0.0, 1000.0),
+        at("_scaled_glu_kernel", 1000.0, 2000.0),
+        at("_meet_kernel", 5000.0, 6000.0),
+        at("gemm", 5500.0, 6000.0),
+        at("_scaled_glu_backward_kernel", 6000.0, 7000.0),
+        at("_copy_kernel", 8000.0, 9000.0),
+        at("gemm", 8000.0, 9000.0),
+    ]
+    lines = [line.split() for line in digest(activities, 2).splitlines()]
+    assert ["in", "forward", "0.50", "0.50", "100.0%"] in lines
+    assert ["in", "backward", "1.00", "0.25", "25.0%"] in lines
+    assert "Exchanges" not in digest(activities[1:2], 1)

@@ -25,6 +25,7 @@ NEEDED_BY_TORCH = (
 
 LATE = (
     "torch._dynamo.",
+    "torch.distributed._symmetric_memory",
     "torch.distributed.pipelining.",
     "torch.distributed.tensor.parallel.",
 )

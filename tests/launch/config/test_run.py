@@ -231,7 +231,7 @@ def test_refuses_impossible_values(document: dict[str, Any], message: str):
         {"profile": {"first_step": 1, "trace": False, "memory": True, "ranks": [1, 0]}},
         {"model": {"hugging_face": "somewhere"}, "train": {"sequence_length": 512}},
         {"model": {"dropout": 0.1}, "train": {"compile": True, "cuda_graph": True}},
-        {"mesh": {"tp": 2}, "model": {"dropout": 0.1}, "train": {"cuda_graph": False}},
+        {"mesh": {"tp": 2, "sequence_parallel": True}, "model": {"dropout": 0.1}, "train": {"cuda_graph": False}},
         {"mesh": {"tp": 2}, "train": {"compile": True, "cuda_graph": True}},
         {"model": {"vocab_size": 100}, "data": {"source": "tokens", "paths": ["a"]}},
         {"model": {"param_dtype": "bfloat16"}, "train": {"recipe": "float8_delayed", "recompute": "attention"}},

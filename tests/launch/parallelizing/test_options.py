@@ -12,7 +12,7 @@ from maingrad.ddp import DistributedDataParallelConfig
 from maingrad.ddp.torch_grads.muon_groups import MuonGroups
 from maingrad.launch.parallelizing import parallelize as module_of_parallelize
 from maingrad.launch.parallelizing.blocks import default_units
-from maingrad.launch.parallelizing.exchanges import draws_apart, enter, leave, ulysses
+from maingrad.launch.parallelizing.exchanges import ulysses
 from maingrad.launch.parallelizing.muon import with_whole_matrices
 
 ALONE = maingrad.WORLD_OF_ONE
@@ -196,12 +196,6 @@ def test_a_step_on_a_cpu_stays_what_it_is(form: str):
     assert len(calls) == 5, "no operation is recorded for replays"
 
 
-def test_a_rank_alone_exchanges_and_draws_nothing():
+def test_a_rank_alone_exchanges_nothing():
     x = torch.rand(1, 2, 3, 4)
-    assert enter(x, None) is x and leave(x, None) is x
     assert ulysses(lambda q, k, v: q + k + v, x, x, x, None).equal(3 * x)
-    before = torch.get_rng_state()
-    with draws_apart(None, torch.device("cpu")):
-        assert torch.equal(torch.get_rng_state(), before)
-        torch.rand(1)
-    assert not torch.equal(torch.get_rng_state(), before), "and what is drawn inside counts"
