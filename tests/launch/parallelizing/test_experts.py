@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from maingrad.ddp import WORLD_OF_ONE, load_checkpoint, save_checkpoint
+from maingrad.ddp import WORLD_OF_ONE, load_checkpoint, muon_groups, save_checkpoint
 from maingrad.launch import make_optimizer, parallelize, simulate
 
 RANKS, STEPS = 4, 3
@@ -136,6 +136,29 @@ def test_compiled_layers_train_alike() -> None:
     torch._dynamo.reset()
     with pytest.raises(Exception, match=r"torch.compiler.disable"):
         simulate(compiled, RANKS, "zero1", fullgraph=True)
+
+
+@pytest.mark.parametrize("parallel", ["zero1", "zero3"])
+@pytest.mark.in_turn
+def test_muon_takes_experts_as_whole_matrices(parallel: str) -> None:
+    def muon(ep: int | None) -> dict[str, Tensor]:
+        whole = tiny("qwen3_moe")
+        found = muon_groups(whole, lr=0.02, split={"*gate_up*": 1})
+        assert any("experts" in name for name in found.matrices)
+        options = {"keep_matrices_whole": found.matrices} if parallel == "zero1" else {}
+        model = parallelize(whole, parallel, ep=ep, **options)
+        optimizer = make_optimizer(model, lr=1e-2, eps=1e-3, param_groups=found.groups)
+        for step in range(2):
+            tokens = tokens_of(10 * step + dist.get_rank())
+            model(input_ids=tokens, labels=tokens).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return whole_weights(model)
+
+    expected = simulate(muon, 2, None)[0]
+    for found in simulate(muon, 2, 2):
+        for name, weight in expected.items():
+            assert (found[name] - weight).norm() <= 2e-5 * weight.norm() + 1e-7, name
 
 
 @pytest.mark.in_turn
