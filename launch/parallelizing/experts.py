@@ -64,11 +64,12 @@ def share_experts(
     cut = _cut_already(model, ranks)
     if not fuse and (ep is not None or any(map(_is_of_hugging_face, cut))):
         raise ValueError("experts over ranks need fuse=True: fused experts send tokens, those of transformers do not")
-    if ep is None and not cut:
-        if dispatch:
-            raise ValueError("dispatch has no effect: no experts are shared out; give ep= as well")
-        return None
-    if ep is not None and cut:
+    if ep is None:
+        if dispatch and not any(map(_is_of_hugging_face, cut)):
+            raise ValueError("dispatch has no effect: no experts are shared out; give ep=, or leave it out")
+        if not cut:
+            return None
+    elif cut:
         raise ValueError("ep has no effect: the model's experts are cut over data-parallel ranks already; leave it out")
     mesh = next(iter(cut.values())) if ep is None else mesh_of(ep, make_grid(ranks))
     same = same_place(mesh, make_grid(ranks))
@@ -176,7 +177,7 @@ def _dispatch(
 
 
 def numbers_of_experts(model: nn.Module) -> list[int]:
-    """The number of experts of each module that ``ep`` can share out; empty where ``ep`` would be refused."""
+    """Numbers of experts of the modules that ``ep`` can share out; empty where ``ep`` would be refused."""
     found: list[Any] = [module for module in model.modules() if _is_of_hugging_face(module)]
     return [] if any(map(_why_not, found)) else [int(module.num_experts) for module in found]
 

@@ -170,9 +170,10 @@ def _share_experts(
     options: Mapping[str, Any],
 ) -> SharedExperts | None:
     said = [name for name in ("expert_process_group", "tensor_parallel_group") if options.get(name) is not None]
-    if ep is not None and said:
+    if said and (ep is not None or dispatch):
         raise ValueError(
-            f"ep does not go with {said[0]}: it cuts experts over data-parallel ranks, and knows the others"
+            f"{'dispatch' if ep is None else 'ep'} does not go with {said[0]}: ep cuts experts over data-parallel "
+            f"ranks, and knows the others"
         )
     return None if said else share_experts(model, mesh, ep, dispatch, fuse=fuse)
 

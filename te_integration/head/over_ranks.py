@@ -1,4 +1,4 @@
-"""The loss of logits of which each tensor-parallel rank has some classes: two numbers for each token are exchanged.
+"""The loss of logits of which each tensor-parallel rank has some classes: three numbers for each token are exchanged.
 
 Legend: T tokens, V classes of this rank.
 """

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from tiny_run import tiny_config
 from torch import Tensor, nn
@@ -398,6 +399,24 @@ def test_a_dense_run_records_no_routers(tmp_path: Path):
     train(tiny_config(tmp_path, train={"steps": 3}))
     records = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert not any("load_balancing_loss" in record for record in records)
+
+
+def test_delayed_weight_gradients_of_experts_are_computed_while_rows_travel():
+    """Experts over ranks leave none of theirs behind the last exchange."""
+
+    def pending(ranks: int) -> list[int]:
+        model = build_model(config(delay_wgrad_layers=2, fuse_wgrad_accumulation=False), seed=0)
+        if ranks > 1:
+            model.share_experts(dist.get_rank(), ranks, dist.init_device_mesh("cpu", (ranks,)))
+        batch = tokens(2, 17, seed=dist.get_rank())
+        model(batch[:, :-1], batch[:, 1:]).backward()
+        counts = [len(block.ffn.experts.wgrad_queue) for block in model.blocks]
+        drain_modules(model)
+        assert all(param.grad is not None for param in model.parameters())
+        return counts
+
+    assert simulate(pending, 1, 1) == [[2, 2]]
+    assert simulate(pending, 2, 2) == [[0, 0]] * 2
 
 
 @pytest.mark.in_turn

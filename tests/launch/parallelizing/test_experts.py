@@ -17,11 +17,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from maingrad.ddp import WORLD_OF_ONE, DistributedDataParallel, load_checkpoint, save_checkpoint
+from maingrad.ddp import WORLD_OF_ONE, DistributedDataParallel, load_checkpoint, muon_groups, save_checkpoint
 from maingrad.launch import make_optimizer, parallelize, simulate
 from maingrad.te_integration import unconvert
 
 RANKS, STEPS = 4, 3
+CAPACITY = {"transport": "capacity", "capacity": 40}
 
 
 class Trained(NamedTuple):
@@ -106,6 +107,60 @@ def test_families_train_alike(name: str, ep: int) -> None:
 @pytest.mark.in_turn
 def test_wrappers_train_alike(parallel: str, ep: int) -> None:
     assert_same(simulate(lambda: run("qwen3_moe", parallel, ep), RANKS), without_ep("qwen3_moe"))
+
+
+@pytest.mark.parametrize("names", [("same", "ep"), ("ep", "same")])
+@pytest.mark.parametrize("as_group", [False, True])
+def test_the_ranks_of_experts_may_be_a_mesh_or_a_group(as_group: bool, names: tuple[str, str]) -> None:
+    """Neighbours, or ranks that are apart. One dispatcher, made by ``dispatch``, serves all layers."""
+
+    def run_over(parallel: str) -> Trained:
+        ep = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)["ep"]
+        model = parallelize(tiny("mixtral"), parallel, ep=ep.get_group() if as_group else ep, dispatch=CAPACITY)
+        dispatchers = [module.dispatcher for module in model.modules() if hasattr(module, "dispatcher")]
+        assert len(dispatchers) == 2 and dispatchers[0] is dispatchers[1]
+        trained = train(model)
+        assert dispatchers[0].transport.num_dropped == 0  # it was asked to move rows, and had room
+        return trained
+
+    assert_same(simulate(run_over, RANKS, "zero1"), without_ep("mixtral"))
+
+
+@pytest.mark.in_turn
+def test_compiled_layers_train_alike() -> None:
+    def compiled(parallel: str, **options: Any) -> Trained:
+        how = {"backend": "eager", **options}
+        return train(parallelize(tiny("mixtral"), parallel, ep=2, compile=how, recompute=parallel == "zero3"))
+
+    for parallel in ("zero1", "zero3"):
+        torch._dynamo.reset()
+        assert_same(simulate(compiled, RANKS, parallel), without_ep("mixtral"), unfused=True)
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match=r"torch.compiler.disable"):
+        simulate(compiled, RANKS, "zero1", fullgraph=True)
+
+
+@pytest.mark.parametrize("parallel", ["zero1", "zero3"])
+@pytest.mark.in_turn
+def test_muon_takes_experts_as_whole_matrices(parallel: str) -> None:
+    def muon(ep: int | None) -> dict[str, Tensor]:
+        whole = tiny("qwen3_moe")
+        found = muon_groups(whole, lr=0.02, split={"*gate_up*": 1})
+        assert any("experts" in name for name in found.matrices)
+        options = {"keep_matrices_whole": found.matrices} if parallel == "zero1" else {}
+        model = parallelize(whole, parallel, ep=ep, **options)
+        optimizer = make_optimizer(model, lr=1e-2, eps=1e-3, param_groups=found.groups)
+        for step in range(2):
+            tokens = tokens_of(10 * step + dist.get_rank())
+            model(input_ids=tokens, labels=tokens).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return whole_weights(model)
+
+    expected = simulate(muon, 2, None)[0]
+    for found in simulate(muon, 2, 2):
+        for name, weight in expected.items():
+            assert (found[name] - weight).norm() <= 2e-5 * weight.norm() + 1e-7, name
 
 
 @pytest.mark.in_turn
@@ -417,7 +472,10 @@ def with_forward(model: nn.Module) -> nn.Module:
         (lambda: by_ep_plan(tiny("qwen3_moe")), {"ep": 2}, "cut over data-parallel ranks already; leave it out"),
         (lambda: by_ep_plan(own_implementation(tiny("qwen3_moe"))), {}, "which is not transformers' own"),
         (lambda: tiny("qwen3_moe"), {"ep": 2, "expert_process_group": WORLD_OF_ONE}, "does not go with expert_process"),
-        (lambda: tiny("qwen3_moe"), {"ep": 2, "tensor_parallel_group": WORLD_OF_ONE}, "go with tensor_parallel_group"),
+        (lambda: tiny("qwen3_moe"), {"ep": 2, "tensor_parallel_group": WORLD_OF_ONE}, "ep does not go with tensor_par"),
+        (lambda: tiny("qwen3_moe"), {"dispatch": CAPACITY}, "dispatch has no effect: .* give ep="),
+        (OwnModel, {"dispatch": CAPACITY}, "dispatch has no effect"),
+        (OwnModel, {"dispatch": CAPACITY, "tensor_parallel_group": WORLD_OF_ONE}, "dispatch does not go with"),
         (lambda: tiny("qwen3_moe", num_experts=6), {"ep": 4}, "4 ranks do not divide 6 experts"),
         (lambda: nn.Sequential(nn.Linear(4, 4)), {"ep": 2}, "Sequential has no experts of Hugging Face"),
         (lambda: with_forward(tiny("qwen3_moe")), {"ep": 2}, "forward was replaced on this instance"),

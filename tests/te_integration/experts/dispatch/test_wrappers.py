@@ -119,7 +119,8 @@ def of_sequences(wrapper: str) -> list[Step]:
     for param in (*model.dense.parameters(), *model.router.parameters()):
         param.sequence_parallel = True
     for param in model.experts.parameters():
-        set_model_slice(param, ModelSlice(tuple(param.shape), (Box((0, 0), tuple(param.shape)),), 0, None, "own"))
+        shape = tuple(param.shape)
+        set_model_slice(param, ModelSlice(shape, (Box((0,) * len(shape), shape),), 0, None, "slice"))
 
     def loss(wrapped: nn.Module, step: int) -> Tensor:
         x = batch(step, dp.rank())
