@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from ...ddp.torch_internals import current_backward, delivers_to_all
-from ..unit.weight_unit import WeightUnit, deliver
+from ...ddp.torch_internals import are_saves_packed, current_backward, delivers_to_all
+from ..unit.weight_unit import WeightUnit
 from .hooks import ForwardTrace, UnitForward, delivers_to_any
 
 if TYPE_CHECKING:
@@ -40,6 +40,12 @@ class WeightAsks:
 
     def for_forward(self, unit: WeightUnit) -> None:
         """A module asks for its weights in forward."""
+        if are_saves_packed() and any(pair.whole.requires_grad for pair in unit.pairs):
+            raise RuntimeError(
+                f"{unit.label} is asked for under hooks on saved tensors (torch.utils.checkpoint with "
+                f"use_reentrant=False, save_on_cpu): the module would get another tensor in backward, which gathers "
+                f"nothing; recompute with use_reentrant=True, or pass distributed_weights=False"
+            )
         self._root.gather_for_forward(unit)
         self._root.gathers.wait(unit)
         self._asked[unit] = self._root.forward_inside(unit)
@@ -82,7 +88,7 @@ class WeightAsks:
         self.enter(unit)
         for pair, wgrad in zip(unit.pairs, wgrads, strict=True):
             if wgrad is not None and pair.whole.requires_grad and self.delivers_to(pair.whole):
-                deliver(pair.whole, wgrad)
+                unit.deliver(pair.whole, wgrad)
         for bucket in unit.buckets:
             if bucket.trainable:
                 bucket.record_stream()

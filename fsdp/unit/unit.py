@@ -106,7 +106,7 @@ class Unit:
         for bucket in buckets:
             bucket.unit = weakref.ref(self)
         for weight in weights:
-            weight.enclose(self)
+            weight.enclose(self, inside)
 
     @property
     def root(self) -> "Root":

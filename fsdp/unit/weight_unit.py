@@ -30,7 +30,7 @@ from .plan import UnitOptions
 from .registration import Registration
 from .unit import Unit
 
-__all__ = ["WeightBucket", "WeightUnit", "deliver", "find_groups", "lend_buffer", "make_weight_units"]
+__all__ = ["WeightBucket", "WeightUnit", "find_groups", "make_weight_units"]
 
 _NUMBERED, _ALONE = re.compile(r"weight\d+"), ("weight", "fc1_weight", "fc2_weight")
 
@@ -78,14 +78,18 @@ class WeightBucket(ShardedBucket):
 
     def _serve(self, entry: OwnedParam, param: nn.Parameter, record: GradRecord) -> None:
         attach(param, record)
-        param.register_post_accumulate_grad_hook(partial(_on_grad, record))
+        is_operation = hasattr(entry.owners[0][0], "op_forward")
+        param.register_post_accumulate_grad_hook(partial(_on_grad, record, is_operation))
 
 
-def _on_grad(record: GradRecord, param: Tensor) -> None:
-    """The post-accumulate-grad hook: the gradient was handed over, and what autograd brings is a placeholder."""
+def _on_grad(record: GradRecord, is_operation: bool, param: Tensor) -> None:
+    """The post-accumulate-grad hook: the gradient was handed over. Operations give autograd a placeholder all the same.
+
+    Anything else is the gradient of another use, which comes after the reduction was launched.
+    """
     delivered = forget_failed_backward(param)
     grad, param.grad = param.grad, None
-    if grad is not None and not delivered:
+    if grad is not None and not (delivered and is_operation):
         raise RuntimeError(
             f"parameter '{record.name}' received a gradient from autograd, and its module hands gradients to "
             f"finalize_group_grads: nothing else may use it; pass distributed_weights=False"
@@ -97,9 +101,12 @@ class WeightUnit(Unit):
 
     owner: "weakref.ref[Unit]"
 
-    def enclose(self, owner: Unit) -> None:
-        """Belong to ``owner``, which registers the parameters, and bind the protocol's methods."""
+    def enclose(self, owner: Unit, inside: Sequence[nn.Module]) -> None:
+        """Belong to ``owner``, which registers the parameters, and bind the protocol's methods; ``inside``: its
+        modules."""
         self.owner = weakref.ref(owner)
+        self._lent: set[int] = set()
+        """``id`` of weights whose ``main_grad`` a module is to overwrite."""
         self.registered: Registration = owner.registered
         for pair in self.pairs:
             asked: dict[str, Any] = pair.whole.__dict__
@@ -108,10 +115,10 @@ class WeightUnit(Unit):
             asked["materialize_group_for_backward"] = weak_method(self._for_backward)
             asked["finalize_group_grads"] = weak_method(self._finalize)
             asked["grad_buffer"] = weak_method(self._grad_buffer, pair.whole)
-        (module,) = {reference() for pair in self.pairs for reference, _ in pair.places}
-        assert module is not None, "the unit is being made of it"
-        self.asking = weakref.ref(module)
-        module.register_forward_hook(weak_method(self._forward_ended), always_call=True)
+        asking = self.pairs[0].places[0][0]()
+        for module in inside:  # operations inside a container of operations run without a call of their own
+            if any(each is asking for each in module.modules()):
+                module.register_forward_hook(weak_method(self._forward_ended), always_call=True)
 
     @property
     def reshards(self) -> bool:
@@ -144,7 +151,24 @@ class WeightUnit(Unit):
 
     def _grad_buffer(self, param: nn.Parameter) -> Tensor:
         self.root.weights.enter(self)
-        return lend_buffer(param, wanted=self.root.weights.delivers_to(param))
+        record = record_of(param)
+        assert record is not None, "a module asks it of a trained weight"
+        if self.root.weights.delivers_to(param) and record.open_for_write():
+            self._lent.add(id(param))
+            return record.view
+        return torch.empty_like(record.view)  # ``main_grad`` has an earlier contribution, or gets none
+
+    def deliver(self, param: nn.Parameter, wgrad: Tensor) -> None:
+        """Add a gradient that the module has handed over to ``main_grad``, unless it was written there."""
+        record = record_of(param)
+        assert record is not None, "a module hands over gradients of trained weights"
+        lent = id(param) in self._lent
+        self._lent.discard(id(param))
+        if lent and not wgrad.is_set_to(record.view):
+            record.view.copy_(wgrad)
+        elif not lent:
+            add_to_main_grad(record, wgrad)
+        hand_over(param, record, fused=True)
 
     def _finalize(self, wgrads: Any) -> Any:
         found = wgrads if isinstance(wgrads, list | tuple) else [wgrads]
@@ -170,28 +194,3 @@ def make_weight_units(
     for unit in units:  # buckets are in backward's order, and modules have their weights in that of registration
         unit.pairs = tuple(sorted(unit.pairs, key=lambda pair: order[pair.name]))
     return units
-
-
-# ---- Gradients that a module hands over. ----
-
-
-def lend_buffer(param: nn.Parameter, *, wanted: bool) -> Tensor:
-    """Memory that a module's product overwrites: ``main_grad``, if nothing is in it yet.
-
-    ``wanted``: the backward delivers a gradient of the parameter. ``deliver`` gets the memory back.
-    """
-    record = record_of(param)
-    assert record is not None, "a module asks it of a trained weight"
-    if wanted and record.open_for_write():
-        return record.view
-    return torch.empty_like(record.view)
-
-
-@torch.no_grad()
-def deliver(param: nn.Parameter, wgrad: Tensor) -> None:
-    """Add a module's gradient to ``main_grad``, unless it was written there."""
-    record = record_of(param)
-    assert record is not None, "a module hands over gradients of trained weights"
-    if wgrad.data_ptr() != record.view.data_ptr():
-        add_to_main_grad(record, wgrad)
-    hand_over(param, record, fused=True)

@@ -3,7 +3,8 @@
 Transformer Engine from 2.19 on has the protocol in ``distributed_weight.py``, with functions of these names, and its
 ``Linear``, ``LayerNormLinear`` and ``GroupedLinear`` call them. As there:
 
-- a function of autograd gets the registered weights, and saves them, not what they gave in forward;
+- a function of autograd gets the registered weights, and saves them, not what they gave in forward. What comes back in
+  backward is asked; of plain weights a weak reference tells the accumulator;
 - the first weight of a group is asked for all; every weight is asked for its own ``grad_buffer``;
 - ``get_main_grad`` of a weight with ``__fsdp_param__`` is preferred to ``grad_buffer``;
 - the product of a distributed weight overwrites its buffer, and ``finalize_group_grads`` gets the buffers, or tensors
@@ -12,6 +13,7 @@ Transformer Engine from 2.19 on has the protocol in ``distributed_weight.py``, w
   contents instead, and ask for the buffers before they ask for the weights.
 """
 
+import weakref
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -85,28 +87,30 @@ class _Grouped(torch.autograd.Function):
         full = materialize_weight_for_forward(list(weights))
         ctx.save_for_backward(x, *weights)
         ctx.splits, ctx.fuse, ctx.operation = splits, fuse, operation
+        ctx.origins = [weakref.ref(weight) for weight in weights]
         ctx.needs_wgrad = full[0].requires_grad
         return torch.cat([part @ weight.t() for part, weight in zip(x.split(splits), full, strict=True)])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         x, *weights = ctx.saved_tensors
+        asked = is_distributed_weight(weights[0])
+        origins = weights if asked else [reference() for reference in ctx.origins]
         buffers: list[tuple[Tensor, bool]] | None = None
         if ctx.operation and ctx.needs_wgrad:
-            buffers = [wgrad_buffer(weight) for weight in weights]
+            buffers = [wgrad_buffer(weight) for weight in origins]
         full = materialize_weight_for_backward(weights)
         dys, xs = grads[0].split(ctx.splits), x.split(ctx.splits)
         dx = torch.cat([dy @ weight for dy, weight in zip(dys, full, strict=True)])
         if not ctx.needs_wgrad:
             return (dx, *[None] * (3 + len(weights)))
-        asked = is_distributed_weight(weights[0])
         wgrads = []
         for index, (dy, part) in enumerate(zip(dys, xs, strict=True)):
             wide = weights[index].main_grad.dtype if asked else x.dtype
             if not ctx.fuse:
-                wgrads.append((dy.to(wide).t() @ part.to(wide)))
+                wgrads.append(dy.to(wide).t() @ part.to(wide))
                 continue
-            buffer, adds = buffers[index] if buffers is not None else wgrad_buffer(weights[index])
+            buffer, adds = buffers[index] if buffers is not None else wgrad_buffer(origins[index])
             product = dy.to(buffer.dtype).t() @ part.to(buffer.dtype)
             buffer.add_(product) if adds else buffer.copy_(product)
             wgrads.append(buffer)
@@ -117,7 +121,7 @@ class _Grouped(torch.autograd.Function):
             return (dx, None, None, None, *returned)
         if not ctx.fuse:
             return (dx, None, None, None, *wgrads)
-        for weight in weights:
+        for weight in origins:
             weight.grad_added_to_main_grad = True
         return (dx, None, None, None, *[torch.full_like(weight, torch.nan) for weight in weights])
 
@@ -144,6 +148,8 @@ class AskingGrouped(nn.Module):
     def __init__(self, experts: int, width: int, *, fuse: bool = True, operation: bool = False) -> None:
         super().__init__()
         self.fuse, self.operation, self.experts = fuse, operation, experts
+        if operation:
+            self.op_forward = None  # by which operations are known
         for index in range(experts):
             self.register_parameter(f"weight{index}", nn.Parameter(torch.randn(width, width) / width**0.5))
 
