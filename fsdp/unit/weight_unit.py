@@ -64,7 +64,7 @@ def _check(entry: OwnedParam) -> None:
     if len(entry.owners) > 1:
         raise ValueError(
             f"parameter '{entry.name}' is registered by several modules, and one that asks for its weights hands over "
-            f"a gradient that is reduced before the others': untie it, or pass distributed_weights=False"
+            f"a gradient that is reduced before the others' come: untie it, or pass distributed_weights=False"
         )
     if entry.delayed:
         raise ValueError(
