@@ -9,6 +9,7 @@ A module's requests stand in place of a unit's hooks::
     finalize_group_grads             6  free the memory, gather ahead;  7  keep the gradients, or launch their reduction
 """
 
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -29,12 +30,18 @@ class WeightAsks:
     """What ``root`` does for modules that ask for weights."""
 
     def __init__(self, root: "Root") -> None:
-        self._root = root
+        self._here = weakref.ref(root)
         self._asked: dict[WeightUnit, UnitForward] = {}  # by forwards that have not ended
         # Forwards that have left a graph, of the last outermost forward and of recomputes. Backward asks for the last
         # first; it does not say which forward it asks for.
         self._forwards: dict[WeightUnit, list[tuple[UnitForward, ForwardTrace]]] = {}
         self._entered: WeightUnit | None = None  # that backward asked for last
+
+    @property
+    def _root(self) -> "Root":
+        root = self._here()
+        assert root is not None, "it owns this object"
+        return root
 
     # ---- Forward. ----
 

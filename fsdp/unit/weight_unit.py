@@ -109,12 +109,13 @@ class WeightUnit(Unit):
         """``id`` of weights whose ``main_grad`` a module is to overwrite."""
         self.registered: Registration = owner.registered
         for pair in self.pairs:
-            asked: dict[str, Any] = pair.whole.__dict__
-            asked["is_distributed_weight"] = True
-            asked["materialize_group_for_forward"] = weak_method(self._for_forward)
-            asked["materialize_group_for_backward"] = weak_method(self._for_backward)
-            asked["finalize_group_grads"] = weak_method(self._finalize)
-            asked["grad_buffer"] = weak_method(self._grad_buffer, pair.whole)
+            pair.whole.__dict__.update(
+                is_distributed_weight=True,
+                materialize_group_for_forward=weak_method(self._for_forward),
+                materialize_group_for_backward=weak_method(self._for_backward),
+                finalize_group_grads=weak_method(self._finalize),
+                grad_buffer=weak_method(self._grad_buffer, pair.whole),
+            )
         asking = self.pairs[0].places[0][0]()
         for module in inside:  # operations inside a container of operations run without a call of their own
             if any(each is asking for each in module.modules()):

@@ -24,6 +24,7 @@ __all__ = [
     "AskingLinear",
     "AskingMLP",
     "DistributedWeight",
+    "Operations",
     "is_distributed_weight",
     "materialize_weight_for_forward",
 ]
@@ -157,6 +158,15 @@ class AskingGrouped(nn.Module):
         splits = [len(x) - self.experts + 1, *[1] * (self.experts - 1)]
         weights = [getattr(self, f"weight{index}") for index in range(self.experts)]
         return _Grouped.apply(x, splits, self.fuse, self.operation, *weights)
+
+
+class Operations(nn.Sequential):
+    """``te.ops.Sequential``: runs operations without a call of their own, so that their hooks do not run."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for operation in self:
+            x = operation.forward(x).tanh()
+        return x
 
 
 class AskingMLP(nn.Module):

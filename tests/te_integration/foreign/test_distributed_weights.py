@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from distributed_weights import AskingGrouped, AskingLinear, AskingMLP, DistributedWeight
+from distributed_weights import AskingGrouped, AskingLinear, AskingMLP, DistributedWeight, Operations
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
@@ -76,10 +76,18 @@ class Half(nn.Module):
         return x
 
 
+class Contained(Operations):
+    """Operations that run without a call of their own."""
+
+    def __init__(self, *, fuse: bool = True) -> None:
+        super().__init__(*(AskingGrouped(2, WIDTH, fuse=fuse, operation=True) for _ in range(2)))
+
+
 KINDS: dict[str, Callable[..., nn.Module]] = {
     "blocks": Block,
     "recomputed": functools.partial(Block, recompute=True),
     "used twice": Twice,
+    "operations": Contained,
     "half frozen": Half,
 }
 
