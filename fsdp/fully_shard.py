@@ -102,8 +102,7 @@ def fully_shard(
                              or a dict from patterns of names. Larger atoms need more padding
     offload_to_cpu           shards, their gradients and the optimizer state are in pinned host memory; CUDA only
     copy_engine_gather       True on the outermost unit: gathers run on copy engines (NCCL 2.28), by kernels where ranks
-                             cannot map each other's memory. "auto": where they gain by sizes, on one host, for a
-                             process's first model that frees whole parameters
+                             cannot map each other's memory. "auto": where they gain, for a process's first model
     init_fn                  gives one module from the meta device all its values; None: its ``reset_parameters()``
     init_sync                copy the first rank's parameters and buffers to all ranks
     forward_writes           of parameters, in place (``nn.Embedding(max_norm=...)``, a codebook). "alike": all ranks

@@ -44,7 +44,6 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "pad_buckets_for_high_nccl_busbw": False,
         "find_unused_parameters": False,
         "forward_writes": "refused",
-        "distributed_weights": False,
     },
     "ddp.DistributedOptimizer": {"optimizer_class": torch.optim.AdamW, "skip_nonfinite": False, "state": "full"},
     "ddp.Lion": {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0, "maximize": False},
