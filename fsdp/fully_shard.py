@@ -23,6 +23,7 @@ from .unit.bucket import ShardedBucket
 from .unit.materialize import materialize, synchronize
 from .unit.plan import MixedPrecisionPolicy, ShardAtoms, UnitOptions, plan_unit, shard_degree
 from .unit.unit import Unit
+from .unit.weight_unit import WeightBucket, make_weight_units
 from .unit_checks import (
     UnitParts,
     check_copies_of,
@@ -69,6 +70,7 @@ def fully_shard(
     device: torch.device | str | None = None,
     ignored_params: Collection[nn.Parameter] = (),
     tensor_parallel_group: Ranks = None,
+    distributed_weights: bool = False,
 ) -> _Module:
     """Make one unit of ``module``: shard its parameters, without those of units inside it. Returns the same module.
 
@@ -79,8 +81,7 @@ def fully_shard(
         for microbatch in microbatches[:-1]:
             with model.no_sync(): (loss(model, microbatch) / n).backward()
         (loss(model, microbatches[-1]) / n).backward()    # .grad of the shards is complete when it returns
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step(); optimizer.zero_grad()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0); optimizer.step(); optimizer.zero_grad()
 
     module                   on any device, or on the meta device
     mesh                     ranks to shard over: a process group, or a DeviceMesh of one dim, of two dims (outer,
@@ -101,10 +102,8 @@ def fully_shard(
                              or a dict from patterns of names. Larger atoms need more padding
     offload_to_cpu           shards, their gradients and the optimizer state are in pinned host memory; CUDA only
     copy_engine_gather       True on the outermost unit: gathers run on copy engines (NCCL 2.28), by kernels where ranks
-                             cannot map each other's memory. That of four units stays until exit. "auto": where they
-                             gain by sizes, on one host, for a process's first model that frees whole parameters
-    init_fn                  gives one module from the meta device, with whole parameters, all its own values; None: the
-                             module's ``reset_parameters()``. With ``init_sync`` the first rank's alone must
+                             cannot map each other's memory. "auto": where they gain, for a process's first model
+    init_fn                  gives one module from the meta device all its values; None: its ``reset_parameters()``
     init_sync                copy the first rank's parameters and buffers to all ranks
     forward_writes           of parameters, in place (``nn.Embedding(max_norm=...)``, a codebook). "alike": all ranks
                              write equal values, which the shards get. "refused": such a forward of several ranks raises
@@ -112,17 +111,19 @@ def fully_shard(
     ignored_params           parameters that are neither sharded nor reduced
     tensor_parallel_group    ranks with the other slices of parameters that Megatron-core marks, where ``mesh`` has the
                              ranks with the same. None: the ranks over which ``parallelize_module`` has cut
+    distributed_weights      True: modules of Transformer Engine, from 2.19 on, ask for their weights one by one
 
     Gradients are averages over all ranks of the outermost unit. That includes experts, which have a smaller mesh.
     Raises ``ValueError`` if the module or mesh cannot be sharded, or if the module differs between ranks.
     """
     as_given = (reshard_after_forward, reduce_every_microbatch, bucket_size, shard_atoms, offload_to_cpu)
+    rest = (copy_engine_gather, init_sync, forward_writes, distributed_weights)
     grid, failures = make_grid(mesh, option="mesh"), FailureReporter()
     ignored = record_ignored(ignored_params, grid)
 
     def prepare() -> UnitParts:
         row, policy = row_of(placements), policy_of(mixed_precision)
-        options = UnitOptions(row, policy, *as_given, copy_engine_gather, init_sync, forward_writes)
+        options = UnitOptions(row, policy, *as_given, *rest)
         return _plan(check_unit(module, options, grid, mesh, device, ignored, tensor_parallel_group), init_fn)
 
     what = f"the checks of {type(module).__name__} before it is sharded"
@@ -142,7 +143,7 @@ def _plan(parts: UnitParts, init_fn: Callable[[nn.Module], None] | None) -> Unit
     for entry in owned:
         allow_training(owner for owner, _ in entry.owners)
     degree = shard_degree(options.placements, grid.inner_size, grid.outer_size)
-    plans = list(plan_unit(owned, options.policy, degree, options.shard_atoms, options.bucket_size))
+    plans = list(plan_unit(owned, options.policy, degree, options.shard_atoms, options.bucket_size, parts.groups))
     return parts._replace(owned=owned, plans=plans)
 
 
@@ -178,8 +179,11 @@ def _take_over(parts: UnitParts, mesh: DeviceMesh | None) -> None:
     buckets = []
     for layout, trainable in parts.plans:
         params = [by_name[slot.spec.name] for slot in layout.slots]
-        buckets.append(ShardedBucket(layout, params, grid, options, device, unit=parts.name, trainable=trainable))
-    unit = Unit(buckets, options, grid, device, parts.modules)
+        kind = WeightBucket if params[0].name in parts.groups else ShardedBucket
+        buckets.append(kind(layout, params, grid, options, device, unit=parts.name, trainable=trainable))
+    weights = make_weight_units(parts.groups, buckets, options, grid, device, parts.modules)
+    mine = [bucket for bucket in buckets if not isinstance(bucket, WeightBucket)]
+    unit = Unit(mine, options, grid, device, parts.modules, weights)
     for bucket in buckets:
         watch_steps(bucket)
     for pair in unit.pairs:

@@ -65,9 +65,10 @@ class FSDPModule(nn.Module):
         root.grads.check_delays_are_over("unshard()")
         unit.registered.check_replaced()  # reshard() would put the shards back, and lose what the program has put there
         root.gathers.notice_changes()
-        root.gathers.gather(unit)
-        root.gathers.wait(unit)
-        unit.num_unshards += 1
+        for each in (unit, *unit.weights):
+            root.gathers.gather(each)
+            root.gathers.wait(each)
+            each.num_unshards += 1
         unit.registered.show_whole()
 
     def reshard(self) -> None:
@@ -80,13 +81,15 @@ class FSDPModule(nn.Module):
         unit = unit_of(self)
         was_read = unit.num_unshards > 0
         if was_read:
-            unit.num_unshards -= 1
             unit.registered.show_shards()
-            unit.writes.note()
-            for bucket in unit.buckets:
-                bucket.record_change()  # the program may have written
-        if not unit.registered.shows_whole:
-            root_of(self).gathers.release(unit, was_read=was_read)
+        for each in (unit, *unit.weights):
+            if was_read:
+                each.num_unshards -= 1
+                each.writes.note()
+                for bucket in each.buckets:
+                    bucket.record_change()  # the program may have written
+            if not unit.registered.shows_whole:
+                root_of(self).gathers.release(each, was_read=was_read)
 
     @contextmanager
     def unsharded(self, *, writeback: bool = False) -> Iterator[None]:
@@ -248,7 +251,7 @@ def _become_root(module: FSDPModule) -> Root:
     """Make the module the outermost unit, at its first forward or at a method about the whole model. Collective."""
     check_no_transform(type(module).__name__)
     inside = _sharded_inside(module)
-    root = Root(module, [unit_of(inner) for inner in inside])
+    root = Root(module, [each for inner in inside for each in (unit_of(inner), *unit_of(inner).weights)])
     for inner in inside:
         inner.__dict__.pop(_ROOT, None)
     module.__dict__[_ROOT] = root

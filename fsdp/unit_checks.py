@@ -10,7 +10,7 @@ Those of 2 and 3 run on each rank, and ``fully_shard`` raises an error of one ra
 """
 
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -40,6 +40,7 @@ from .module import FSDPModule, unit_of
 from .state.optimizer_watch import replaced_in
 from .tensors.parameter import ShardedParameter
 from .unit.plan import MixedPrecisionPolicy, UnitOptions
+from .unit.weight_unit import find_groups
 
 __all__ = [
     "UnitParts",
@@ -75,6 +76,8 @@ class UnitParts(NamedTuple):
     """The device that the unit computes on."""
     tensor_ranks: RankGrid | None
     """The tensor-parallel ranks; None: nobody has said."""
+    groups: Mapping[str, int]
+    """Parameters that modules ask for: see ``find_groups``."""
     plans: Sequence[tuple[BucketLayout, bool]] = ()
     """Each bucket's layout, and whether its parameters are trained."""
 
@@ -111,7 +114,8 @@ def check_unit(
         _set_slices(owned, grid, tensor_ranks)
     trainable = [(each.name, each.param) for each in owned if each.param.requires_grad]
     check_marks(trainable, grid, tensor_ranks=tensor_ranks)
-    return UnitParts(options, grid, ignored, modules, owned, on, tensor_ranks)
+    groups = find_groups(modules, owned) if options.distributed_weights else {}
+    return UnitParts(options, grid, ignored, modules, owned, on, tensor_ranks, groups)
 
 
 def _set_slices(owned: Iterable[OwnedParam], grid: RankGrid, tensor_ranks: RankGrid) -> None:

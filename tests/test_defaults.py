@@ -63,6 +63,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "copy_engine_gather": "auto",
         "init_sync": True,
         "forward_writes": "refused",
+        "distributed_weights": False,
     },
     "te_integration.DelayedScaling": {
         "emulate": False,

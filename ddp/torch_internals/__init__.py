@@ -32,6 +32,7 @@ __all__ = [
     "DisableTorchFunctionSubclass",
     "TorchDispatchMode",
     "allow_storage_reads",
+    "are_saves_packed",
     "are_transforms_active",
     "call_when_backward_ends",
     "check_wrappers_can_run",
@@ -207,6 +208,11 @@ _pop_hooks: Any = private_name(
 _push_hooks: Any = private_name(
     "torch._C._autograd._push_saved_tensors_default_hooks", loss=_NO_REGIONS, fallback=_unknown_region
 )
+
+
+def are_saves_packed() -> bool:
+    """Whether hooks on saved tensors (non-reentrant recompute, ``save_on_cpu``) see what a forward saves now."""
+    return _top_hooks(False) is not None
 
 
 def checkpointed_region() -> tuple[Any, bool] | None:

@@ -96,7 +96,7 @@ class ForwardTrace:
     def comes_again(self, forward: UnitForward, task: int) -> bool:
         """Graph task ``task``, which has passed ``forward``, has still to pass another forward of the unit."""
         mine = self._forwards_of[id(forward.unit)]
-        return len(mine) > 1 and not all(self._is_passed(other, task) for other in mine)
+        return len(mine) > 1 and not all(self.is_passed(other, task) for other in mine)
 
     def before(self, forward: UnitForward, task: int, count: int) -> list[UnitForward]:
         """The next forwards that graph task ``task`` will pass after ``forward``, at most ``count``, in that order.
@@ -107,11 +107,12 @@ class ForwardTrace:
         for index in range(forward.index - 1, -1, -1):
             if len(found) == count:
                 break
-            if not self._is_passed(self._forwards[index], task):
+            if not self.is_passed(self._forwards[index], task):
                 found.append(self._forwards[index])
         return found
 
-    def _is_passed(self, forward: UnitForward, task: int) -> bool:
+    def is_passed(self, forward: UnitForward, task: int) -> bool:
+        """Graph task ``task`` has passed ``forward``; any task, of a recomputed forward."""
         return forward.passed == task if self.task == -1 else forward.passed != -1
 
 

@@ -54,6 +54,7 @@ from .hooks import (
 )
 from .parts import RootParts
 from .rounds import GradRounds
+from .weights import WeightAsks
 
 __all__ = ["Root", "UnitGathers"]
 
@@ -88,6 +89,8 @@ class Root:
         """False within ``no_sync``, which ``parts`` has: in every microbatch but the iteration's last."""
         self.parts = RootParts(self)
         """The interface of a pipeline schedule that runs the model, or parts of the model, by turns."""
+        self.weights = WeightAsks(self)
+        """Serves modules that ask for their weights one by one."""
         self._all_checked = False  # since the last backward: see ``_check_units``
         self._frozen = False  # the whole model was, in the last outermost forward. A backward then only goes through
         self._running: list[BackwardHooks] = []  # of forwards under way, each inside the one before
@@ -107,18 +110,13 @@ class Root:
         """A unit's forward starts. Returns its args and kwargs, cast by the policy."""
         # 1. Gather the unit, and ahead of use the unit that came next the last time.
         task = current_backward()
-        following: list[Unit] = []
-        if task == -1:  # not a recompute
-            if not self._running:
-                self.begin(unit)
-            following = self.gathers.forward_enters(unit)
-        self.gathers.gather(unit)
-        for other in following if unit.forward_prefetch is None else unit.forward_prefetch:
-            self.gathers.gather(other)
+        if task == -1 and not self._running:
+            self.begin(unit)
+        self.gather_for_forward(unit)
         self.gathers.wait(unit)
 
         # 2. Modules register the whole parameters. Hooks on inputs will tell that backward has passed the forward.
-        forward = UnitForward(unit, tuple(running.forward.unit for running in self._running))
+        forward = self.forward_inside(unit)
         # A recompute sees what is frozen now, as it does without units.
         forward.trains = not (self._frozen if task == -1 else self._is_frozen())
         hooks = BackwardHooks(forward, self._trace_of(task))
@@ -130,9 +128,20 @@ class Root:
         unit.writes.forward_begins(training=module is not None and module.training)
         if unit.policy.param_dtype is not None and unit.policy.cast_forward_inputs:
             args, kwargs = cast_inputs(args, kwargs, unit.policy.param_dtype)
-        if torch.is_grad_enabled() and unit.buckets:
+        if torch.is_grad_enabled() and unit.pairs:
             hooks.watch_inputs(args, kwargs)
         return args, kwargs
+
+    def gather_for_forward(self, unit: Unit) -> None:
+        """Gather a unit whose forward starts and, except in a recompute, the one that came next the last time."""
+        following = self.gathers.forward_enters(unit) if current_backward() == -1 else []
+        self.gathers.gather(unit)
+        for other in following if unit.forward_prefetch is None else unit.forward_prefetch:
+            self.gathers.gather(other)
+
+    def forward_inside(self, unit: Unit) -> UnitForward:
+        """A forward of ``unit`` that starts inside the forwards under way."""
+        return UnitForward(unit, tuple(running.forward.unit for running in self._running))
 
     def post_forward(self, unit: Unit, outputs: Any) -> Any:
         """A unit's forward has ended. Returns its outputs, cast by the policy."""
@@ -174,10 +183,7 @@ class Root:
             # Even if this rank has delayed no gradient, another rank may have.
             hooks.forward.delays = hooks.forward.num_blocks != delay_blocks.num_entered
             hooks.trace.add(hooks.forward)
-        in_backward = self._backward is not None and unit in self._backward.entered
-        # The last unit of the forward stays gathered, because backward begins with it.
-        if not in_backward and (not has_graph or (unit.reshards and not self.gathers.came_last(unit))):
-            self.gathers.release(unit)
+        self.release_after_forward(unit, has_graph=has_graph)
         if not self._running and current_backward() == -1:
             # A model without parameters of its own has no hooks, and the units in it may wait for backward.
             awaits_backward = has_graph or (hooks.trace.has_graph and not hooks.listens)
@@ -188,6 +194,18 @@ class Root:
                 hooks.trace.awaits_backward = True
                 self.grads.steps.record_forward()  # ranks compare how many of these no backward has used
             self.observer.forward_ended()
+
+    def release_after_forward(self, unit: Unit, *, has_graph: bool) -> None:
+        """Free the whole parameters after a forward, unless the backward comes next."""
+        in_backward = self._backward is not None and unit in self._backward.entered
+        # The last unit of the forward stays gathered, because backward begins with it.
+        if not in_backward and (not has_graph or (unit.reshards and not self.gathers.came_last(unit))):
+            self.gathers.release(unit)
+
+    @property
+    def trace(self) -> ForwardTrace:
+        """The trace of the forward under way, or of the recompute."""
+        return self._trace_of(current_backward())
 
     def _trace_of(self, task: int) -> ForwardTrace:
         """The trace of the forward under way, or of the recomputes in this graph task so far."""

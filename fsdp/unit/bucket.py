@@ -18,7 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...ddp.buckets.bucket import Bucket, Phase
 from ...ddp.buckets.buffer import ReleasableBuffer
@@ -283,11 +283,15 @@ class ShardedBucket:
             weak_method(self._finish_reduction),
         )
         self.whole_grads.release()
-        here = weakref.ref(self)  # hooks belong to the parameters, and the parameters to this bucket
         for entry, pair, record in zip(owned, self.pairs, self.records, strict=True):
-            attach_lazily(pair.whole, record)
-            pair.whole.register_post_accumulate_grad_hook(partial(_on_grad, here, record))
-            listen_to_foreign_delays(pair.whole, record, [module for module, _ in entry.owners])
+            self._serve(entry, pair.whole, record)
+
+    def _serve(self, entry: OwnedParam, param: nn.Parameter, record: GradRecord) -> None:
+        """Give a whole parameter its accumulator, and listen to its gradients."""
+        here = weakref.ref(self)  # hooks belong to the parameters, and the parameters to this bucket
+        attach_lazily(param, record)
+        param.register_post_accumulate_grad_hook(partial(_on_grad, here, record))
+        listen_to_foreign_delays(param, record, [module for module, _ in entry.owners])
 
     def _make_room(self) -> None:
         """The first write of a parameter's gradient comes: the first of all parameters takes the memory."""

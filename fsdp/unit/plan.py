@@ -110,8 +110,10 @@ class UnitOptions(NamedTuple):
     copy_engine_gather: Literal["auto", True, False]
     init_sync: bool
     forward_writes: Literal["refused", "alike"]
+    distributed_weights: bool
 
 
+_NO_GROUPS: Mapping[str, int] = {}
 MAX_ATOM_PADDING = 0.05
 """If atoms would pad a bucket by a larger part than this, the bucket is split by atoms."""
 SMALL_PART = 64
@@ -124,6 +126,7 @@ def plan_unit(
     degree: int,
     atoms: ShardAtoms = "element",
     bucket_size: int | None = None,
+    groups: Mapping[str, int] = _NO_GROUPS,
 ) -> Iterator[tuple[BucketLayout, bool]]:
     """The layout of each bucket, and whether its parameters are trained.
 
@@ -137,6 +140,7 @@ def plan_unit(
                  them has an atom larger than a block of 256 elements
     bucket_size  number of elements at which a bucket is closed. A small parameter still joins, and so does the rest if
                  it has less than half of ``bucket_size``. None: ``default_bucket_numel(degree)``
+    groups       by name, the parameters that modules ask for, with the number of the group that is gathered together
 
     Raises ``ValueError`` for a pattern that matches no parameter, and for an invalid atom or size.
     """
@@ -148,8 +152,9 @@ def plan_unit(
     for entry in reversed(owned):  # about backward's order
         param, found = entry.param, model_slice_of(entry.param)
         uneven = found is not None and found.is_uneven
-        alike.setdefault((param.dtype, param.requires_grad, entry.delayed, uneven), []).append(entry)
-    for (dtype, trainable, delayed, _), members in alike.items():
+        kind = (param.dtype, param.requires_grad, entry.delayed, uneven, groups.get(entry.name))
+        alike.setdefault(kind, []).append(entry)
+    for (dtype, trainable, delayed, *_), members in alike.items():
         computing = policy.param_dtype if policy.param_dtype and dtype.is_floating_point else dtype
         with_atoms = [(entry, _atom_of_name(entry.name, atoms)) for entry in members]
         specs = [

@@ -39,6 +39,7 @@ from .registration import Registration, WholeWrites
 
 if TYPE_CHECKING:
     from ..iteration.root import Root
+    from .weight_unit import WeightUnit
 
 __all__ = ["Unit", "check_no_transform"]
 
@@ -51,6 +52,7 @@ class Unit:
     grid     the ranks over which the unit is sharded
     device   where the unit computes
     inside   the module, which owns the unit, and the modules in it, without units inside it and their modules
+    weights  groups of its parameters that modules ask for, with buckets of their own
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class Unit:
         grid: RankGrid,
         device: torch.device,
         inside: Sequence[nn.Module],
+        weights: "Sequence[WeightUnit]" = (),
     ) -> None:
         self.module = weakref.ref(inside[0])
         self.name = type(inside[0]).__name__
@@ -67,9 +70,11 @@ class Unit:
         self.label = f"unit '{self.name}'"
         """The unit in words, for errors."""
         self.buckets = tuple(buckets)
-        self.pairs: tuple[ShardedPair, ...] = tuple(pair for bucket in buckets for pair in bucket.pairs)
-        """The unit's parameters, of all buckets."""
-        self.trains = any(bucket.trainable for bucket in buckets)
+        self.weights = tuple(weights)
+        mine: tuple[ShardedPair, ...] = tuple(pair for bucket in buckets for pair in bucket.pairs)
+        self.pairs: tuple[ShardedPair, ...] = (*mine, *(pair for weight in weights for pair in weight.pairs))
+        """The unit's parameters, of all buckets, those of ``weights`` too."""
+        self.trains: bool = any(each.trainable for each in buckets) or any(each.trains for each in weights)
         """Some parameters of the unit are trained."""
         self.releasable = any(not bucket.whole_params_at_rest for bucket in buckets)
         """The whole parameters can be freed: placements shard parameters at rest."""
@@ -93,13 +98,15 @@ class Unit:
         """Number of ``unshard()`` calls without ``reshard()``. If not 0, the unit stays gathered."""
         self.registered = Registration(inside, self.pairs)
         """The form of the parameters that modules register."""
-        self.writes = WholeWrites(self.pairs, served=options.forward_writes == "alike" or grid.size == 1)
+        self.writes = WholeWrites(mine, served=options.forward_writes == "alike" or grid.size == 1)
         """Writes to whole parameters in forwards."""
         # Each log of the order of collectives, which ranks compare, with the unit's number in it. Empty for one rank.
         self._inner_log: list[tuple[GroupLog, int]] = []
         self._outer_log: list[tuple[GroupLog, int]] = []
         for bucket in buckets:
             bucket.unit = weakref.ref(self)
+        for weight in weights:
+            weight.enclose(self, inside)
 
     @property
     def root(self) -> "Root":

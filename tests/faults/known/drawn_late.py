@@ -127,7 +127,7 @@ FAULTS = [
                 "maingrad.fsdp.module",
                 "FSDPModule.reshard",
                 """
-                unit.writes.note()
+                each.writes.note()
                 """,
                 "",
             ),

@@ -14,9 +14,9 @@ FAULTS = [
                 "ForwardTrace.comes_again",
                 """
                 mine = self._forwards_of[id(forward.unit)]
-                return len(mine) > 1 and not all(self._is_passed(other, task) for other in mine)
+                return len(mine) > 1 and not all(self.is_passed(other, task) for other in mine)
                 """,
-                "return any(not self._is_passed(other.forward, task) for other in _alive if other.forward.unit is forward.unit)",
+                "return any(not self.is_passed(other.forward, task) for other in _alive if other.forward.unit is forward.unit)",
             ),
             Change(
                 "maingrad.fsdp.iteration.hooks",
