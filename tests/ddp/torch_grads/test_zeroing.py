@@ -101,7 +101,7 @@ def test_zeros_stay_where_a_program_asks_for_them() -> None:
         loss_of(ddp, make_batches(1, seed=step)[0]).backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
-        assert not any(param.grad.any() for param in ddp.parameters())
+        assert all(param.grad is not None and not param.grad.any() for param in ddp.parameters())
     optimizer.zero_grad()
     assert all(param.grad is None for param in ddp.parameters())
 

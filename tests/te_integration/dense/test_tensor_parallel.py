@@ -435,15 +435,6 @@ def test_what_does_not_fit_the_ranks_is_refused(given: dict[str, Any], message: 
         simulate(refused_with_a_group, 2, given)
 
 
-def odd_gated_width() -> None:
-    LayerNormMLP(K, 7, activation="swiglu", set_parallel_mode=True, tp_group=dist.group.WORLD)
-
-
-def test_each_half_of_a_gated_weight_divides_over_the_ranks() -> None:
-    with pytest.raises(SimulatedRankError, match=r"fc1_weight \[14, 8\] does not divide over 2 ranks in dim 0"):
-        simulate(odd_gated_width, 2)
-
-
 def under_autocast(**given: Any) -> list[torch.dtype]:
     dtypes = []
     for layer in (Linear(F, K, parallel_mode="row", tp_group=dist.group.WORLD, **given), nn.Linear(F // 2, K)):
