@@ -67,14 +67,15 @@ def share_experts(
     if not fuse and (ep is not None or any(map(_is_of_hugging_face, cut))):
         raise ValueError("experts over ranks need fuse=True: fused experts send tokens, those of transformers do not")
     if ep is None:
-        if not cut and dispatch:
-            raise ValueError("dispatch has no effect: no experts are shared out; give ep= as well")
+        if dispatch and not any(map(_is_of_hugging_face, cut)):
+            raise ValueError("dispatch has no effect: no experts are shared out; give ep=, or leave it out")
         if not cut:
             return None
         mesh = next(iter(cut.values()))
     else:
         _check(model, cut)
         mesh = mesh_of(ep, make_grid(ranks))
+    _check_not_cut_otherwise(model, ranks)
     same = same_place(mesh, make_grid(ranks))
     experts: Mapping[Any, Any] = cut or dict.fromkeys(filter(_is_of_hugging_face, model.modules()), mesh)
     size = mesh.size()
@@ -179,7 +180,7 @@ def _dispatch(
 
 
 def numbers_of_experts(model: nn.Module) -> list[int]:
-    """The number of experts of each module that ``ep`` can share out; empty where ``ep`` would be refused."""
+    """Numbers of experts of the modules that ``ep`` can share out; empty where ``ep`` would be refused."""
     found = {name: module for name, module in model.named_modules() if _is_of_hugging_face(module)}
     reasons = (_why_not(module) for module in found.values())
     return [] if any(reasons) else [int(module.num_experts) for module in found.values()]
@@ -204,11 +205,28 @@ def _cut_already(model: nn.Module, ranks: Ranks) -> dict[nn.Module, DeviceMesh]:
             found[module] = own[0].device_mesh
     parts = ((module, layout) for module in model.modules() for layout in _layouts(module).values())
     found |= {module: layout.mesh for module, layout in parts if layout.of_experts}
-    here = {rank for group in make_grid(ranks).axes for rank in dist.get_process_group_ranks(group)} if found else set()
+    here = _ranks_here(ranks) if found else set()
     found = {module: mesh for module, mesh in found.items() if here.issuperset(mesh.mesh.tolist())}
     if len({tuple(mesh.mesh.tolist()) for mesh in found.values()}) > 1:
         raise ValueError("experts are cut over several groups of data-parallel ranks: cut them all over one mesh")
     return found
+
+
+def _ranks_here(ranks: Ranks) -> set[int]:
+    return {rank for group in make_grid(ranks).axes for rank in dist.get_process_group_ranks(group)}
+
+
+def _check_not_cut_otherwise(model: nn.Module, ranks: Ranks) -> None:
+    """Tensor-parallel ranks have the same tokens and experts: norms would count these once for each of the ranks."""
+    here = _ranks_here(ranks)
+    dtensors: Iterable[Any] = filter(is_one_slice, model.parameters())
+    layouts = (layout for module in model.modules() for layout in _layouts(module).values())
+    for mesh in (each.device_mesh if is_one_slice(each) else each.mesh for each in (*dtensors, *layouts)):
+        if mesh.size() > 1 and not here.issuperset(mesh.mesh.tolist()):
+            raise ValueError(
+                f"experts are not shared out in a model that is cut over tensor-parallel ranks ({mesh.mesh.tolist()}), "
+                f"which have the same tokens: cut the rest over no ranks, or all of it by transformers' plans"
+            )
 
 
 def _check(model: nn.Module, cut: Mapping[nn.Module, DeviceMesh]) -> None:
