@@ -72,6 +72,7 @@ def share_experts(
     elif cut:
         raise ValueError("ep has no effect: the model's experts are cut over data-parallel ranks already; leave it out")
     mesh = next(iter(cut.values())) if ep is None else mesh_of(ep, make_grid(ranks))
+    _check_not_cut_otherwise(model, ranks)
     same = same_place(mesh, make_grid(ranks))
     modules: Iterable[tuple[str, Any]] = model.named_modules()
     experts = {name: each for name, each in modules if (each in cut if cut else _is_of_hugging_face(each))}
@@ -201,11 +202,28 @@ def _cut_already(model: nn.Module, ranks: Ranks) -> dict[nn.Module, DeviceMesh]:
             found[module] = own[0].device_mesh
     parts = ((module, layout) for module in model.modules() for layout in _layouts(module).values())
     found |= {module: layout.mesh for module, layout in parts if layout.of_experts}
-    here = {rank for group in make_grid(ranks).axes for rank in dist.get_process_group_ranks(group)} if found else set()
+    here = _ranks_here(ranks) if found else set()
     found = {module: mesh for module, mesh in found.items() if here.issuperset(mesh.mesh.tolist())}
     if len({tuple(mesh.mesh.tolist()) for mesh in found.values()}) > 1:
         raise ValueError("experts are cut over several groups of data-parallel ranks: cut them all over one mesh")
     return found
+
+
+def _ranks_here(ranks: Ranks) -> set[int]:
+    return {rank for group in make_grid(ranks).axes for rank in dist.get_process_group_ranks(group)}
+
+
+def _check_not_cut_otherwise(model: nn.Module, ranks: Ranks) -> None:
+    """Tensor-parallel ranks have the same tokens and experts: norms would count these once for each of the ranks."""
+    here = _ranks_here(ranks)
+    dtensors: Iterable[Any] = filter(is_one_slice, model.parameters())
+    layouts = (layout for module in model.modules() for layout in _layouts(module).values())
+    for mesh in (each.device_mesh if is_one_slice(each) else each.mesh for each in (*dtensors, *layouts)):
+        if mesh.size() > 1 and not here.issuperset(mesh.mesh.tolist()):
+            raise ValueError(
+                f"experts are not shared out in a model that is cut over tensor-parallel ranks ({mesh.mesh.tolist()}), "
+                f"which have the same tokens: cut the rest over no ranks, or all of it by transformers' plans"
+            )
 
 
 def _why_not(experts: nn.Module, *, is_cut: bool = False) -> str | None:

@@ -279,6 +279,18 @@ def test_cut_matrices_over_data_parallel_ranks_are_no_experts() -> None:
     simulate(refused, 2)
 
 
+def test_experts_of_a_model_that_is_cut_otherwise_are_refused() -> None:
+    """A norm would count the experts once for each tensor-parallel rank."""
+
+    def refused() -> None:
+        mesh, model = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), tiny("mixtral")
+        parallelize_module(model.model.layers[0].self_attn, mesh["tp"], {"q_proj": ColwiseParallel()})
+        with pytest.raises(ValueError, match="cut over tensor-parallel ranks"):
+            parallelize(model, "zero1", mesh=mesh["dp"], ep=2)
+
+    simulate(refused, 4)
+
+
 # ---- Experts that were shared out before. ----
 
 
