@@ -95,13 +95,25 @@ def multiply(module: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _multiply_columns(module: Any, x: Tensor) -> Any:
     shared: SharedInput | None = module.__dict__.get(_SHARED)
-    if shared is None or not shared.is_open:
+    # Without a gradient of x nothing is summed. What no_grad hands on would carry none to a layer that has one.
+    if shared is None or not shared.is_open or not (x.requires_grad and torch.is_grad_enabled()):
         return module.multiply_columns(x, module.bias, *module.__dict__[_PLAIN], shares=False)
-    if shared.input is x:
+    state = _state_of(x)
+    if shared.input is x and shared.state == state:
         return module.multiply_slice(shared.handed_on, module.bias)
     y, handed_on = module.multiply_columns(x, module.bias, *module.__dict__[_PLAIN], shares=True)
-    shared.input, shared.handed_on = x, handed_on
+    shared.input, shared.state, shared.handed_on = x, state, handed_on
     return y
+
+
+def _state_of(x: Tensor) -> tuple[Any, ...]:
+    """What may part two products of one tensor: changes in place, and autocast, whose dtype the input is handed on in.
+
+    A compiler refuses changes in place of what was handed on.
+    """
+    device = x.device.type
+    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    return autocast, None if torch.compiler.is_compiling() else x._version
 
 
 class SharedInput:
@@ -109,6 +121,8 @@ class SharedInput:
 
     is_open = False
     input: Tensor | None = None
+    state: tuple[Any, ...] = ()
+    """Of the input when it was handed on: ``_state_of``."""
     handed_on: Tensor | None = None
     """The input for all layers but the first; its gradient comes to the first one's sum."""
 

@@ -12,6 +12,7 @@ from parallel_llama import make_mesh
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.checkpoint import checkpoint
 
 from maingrad.ddp import DistributedDataParallel
 from maingrad.te_integration import convert_linears
@@ -39,10 +40,14 @@ class Attention(nn.Module):
 PLAN = {name: ColwiseParallel() for name in ("q", "k", "v")} | {"o": RowwiseParallel()}
 
 
-def models(fuse: bool) -> tuple[Attention, DistributedDataParallel]:
+def models(
+    fuse: bool, made: type[Attention] = Attention, frozen: str = ""
+) -> tuple[Attention, DistributedDataParallel]:
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    plain = Attention()
+    plain = made()
+    if frozen:
+        plain.get_submodule(frozen).requires_grad_(False)
     model = copy.deepcopy(plain)
     mesh = make_mesh(1, 2)
     if fuse:
@@ -166,3 +171,59 @@ def nothing_kept() -> None:
 
 def test_an_input_is_kept_for_the_forward_of_its_module_alone() -> None:
     run_ranks(nothing_kept, 2)
+
+
+class Odd(Attention):
+    """Its layers do not run alike: ``way`` says how."""
+
+    way = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.way == "no_grad":
+            with torch.no_grad():
+                q = self.q(x)
+        elif self.way == "recomputed":
+            q = checkpoint(self.q, x, use_reentrant=True)
+        elif self.way == "autocast":
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                q = self.q(x).float()
+        elif self.way == "all recomputed":
+            return self.o(checkpoint(lambda x: torch.tanh(self.q(x)) * self.k(x) + self.v(x), x, use_reentrant=False))
+        else:
+            x = x * 1.0
+            q = self.q(x)
+            x.mul_(2.0)
+        out: Tensor = self.o(torch.tanh(q) * self.k(x) + self.v(x))
+        return out
+
+
+def odd(way: str, trains: bool) -> None:
+    plain = models(fuse=True, made=Odd, frozen="q" if way == "in place" else "")
+    results = []
+    for each, root in zip(plain, (plain[0], plain[1].module), strict=True):
+        root.way = way
+        x = torch.linspace(-1, 1, 24).view(3, 8).requires_grad_(trains)
+        each(x).square().sum().backward()
+        results.append(x.grad)
+    rounds = {"atol": 2e-2, "rtol": 2e-2} if way == "autocast" else {"atol": 1e-5, "rtol": 1.3e-6}
+    assert (results[1] is not None) == trains
+    torch.testing.assert_close(results[1], results[0], **rounds)
+    plain[1].finish_grad_sync()
+    for name in ("k", "v"):
+        whole = getattr(plain[0], name).weight.grad.chunk(2)[torch.distributed.get_rank()]
+        torch.testing.assert_close(getattr(plain[1].module, name).weight.main_grad, whole, **rounds)
+
+
+@pytest.mark.parametrize(
+    ("way", "trains"),
+    [
+        ("no_grad", True),
+        ("recomputed", True),
+        ("autocast", True),
+        ("in place", True),
+        ("all recomputed", True),
+        ("all recomputed", False),
+    ],
+)
+def test_layers_that_do_not_run_alike_sum_by_themselves(way: str, trains: bool) -> None:
+    run_ranks(odd, 2, way, trains)
