@@ -122,7 +122,7 @@ class SharedInput:
     is_open = False
     input: Tensor | None = None
     state: tuple[Any, ...] = ()
-    """Of the input when it was handed on: ``_state_of``."""
+    """``_state_of`` the input when it was handed on."""
     handed_on: Tensor | None = None
     """The input for all layers but the first; its gradient comes to the first one's sum."""
 
