@@ -185,4 +185,18 @@ FAULTS = [
             )
         ],
     ),
+    Fault(
+        "72t-an-input-is-handed-on-without-its-gradient",
+        sentence="Layers share the input that one without gradients, as a recomputed one, has handed on.",
+        tests=[SHARED + "test_layers_that_do_not_run_alike_sum_by_themselves[recomputed-True]"],
+        changes=[
+            Change(ROOM + "products", "_multiply_columns", " or not (x.requires_grad and torch.is_grad_enabled())", "")
+        ],
+    ),
+    Fault(
+        "72u-an-input-is-handed-on-in-autocasts-dtype",
+        sentence="A layer outside autocast gets the input that was cast for one inside.",
+        tests=[SHARED + "test_layers_that_do_not_run_alike_sum_by_themselves[autocast-True]"],
+        changes=[Change(ROOM + "products", "_multiply_columns", " and shared.state == state", "")],
+    ),
 ]
