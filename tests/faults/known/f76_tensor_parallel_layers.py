@@ -84,7 +84,7 @@ FAULTS = [
             Change(
                 "maingrad.ddp.plan.tensor_parallel.products",
                 "multiply",
-                "module.multiply_columns(x, module.bias, *module.__dict__[_PLAIN])",
+                "_multiply_columns(module, x)",
                 "module.multiply_slice(x, module.bias)",
             )
         ],

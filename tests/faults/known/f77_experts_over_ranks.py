@@ -19,8 +19,8 @@ FAULTS = [
             Change(
                 "maingrad.ddp.collectives.reduction",
                 "make_reductions",
-                'if kind == "dense" else averaging',
-                'if kind in ("dense", "expert") else averaging',
+                'if kind in ("dense", "mean") else averaging',
+                'if kind in ("dense", "mean", "expert") else averaging',
             )
         ],
     ),
