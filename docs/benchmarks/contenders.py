@@ -170,6 +170,7 @@ def dispatch_of(case):
     if factor is not None or (bench.transport == "symmetric" and over_all):
         from maingrad.te_integration.experts.dispatch.symmetric import SymmetricExchange
 
+        assert dist.group.WORLD is not None, "ranks communicate"
         rows = case.shape.batch * case.shape.length * sizes["num_experts_per_tok"]
         options = {"max_rows": rows, "capacity_factor": factor}  # so known, compiled layers are whole
         return {"transport": SymmetricExchange(sizes["num_experts"], dist.group.WORLD, **options)}

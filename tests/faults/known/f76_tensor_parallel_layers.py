@@ -83,8 +83,8 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.ddp.plan.tensor_parallel.products",
-                "_multiply_columns",
-                "module.multiply_columns(x, module.bias, *module.__dict__[_PLAIN], shares=False)",
+                "multiply",
+                "_multiply_columns(module, x)",
                 "module.multiply_slice(x, module.bias)",
             )
         ],
