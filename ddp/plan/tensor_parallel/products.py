@@ -96,7 +96,9 @@ def multiply(module: Any, *args: Any, **kwargs: Any) -> Any:
 def _multiply_columns(module: Any, x: Tensor) -> Any:
     shared: SharedInput | None = module.__dict__.get(_SHARED)
     # Without a gradient of x nothing is summed. What no_grad hands on would carry none to a layer that has one.
-    if shared is None or not shared.is_open or not (x.requires_grad and torch.is_grad_enabled()):
+    # Products of a leaf may go backward one by one, each of which frees its graph. A compiler's are one graph.
+    sums = x.requires_grad and torch.is_grad_enabled() and (torch.compiler.is_compiling() or not x.is_leaf)
+    if shared is None or not shared.is_open or not sums:
         return module.multiply_columns(x, module.bias, *module.__dict__[_PLAIN], shares=False)
     state = _state_of(x)
     if shared.input is x and shared.state == state:

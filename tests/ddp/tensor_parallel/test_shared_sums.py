@@ -2,7 +2,8 @@
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -74,8 +75,8 @@ def assert_same(plain: Attention, model: DistributedDataParallel, *inputs: Calla
     results = []
     for each in (plain, model):
         x, *others = [make().requires_grad_() for make in inputs]
-        (each if each is plain else model.module).other = others[0] if others else None
-        each(x).square().sum().backward()
+        (each if each is plain else model.module).other = others[0] * 1.0 if others else None
+        each(x * 1.0).square().sum().backward()
         results.append([x.grad, *(other.grad for other in others)])
     torch.testing.assert_close(results[1], results[0])
     model.finish_grad_sync()
@@ -203,7 +204,7 @@ def odd(way: str, trains: bool) -> None:
     for each, root in zip(plain, (plain[0], plain[1].module), strict=True):
         root.way = way
         x = torch.linspace(-1, 1, 24).view(3, 8).requires_grad_(trains)
-        each(x).square().sum().backward()
+        each(x * 1.0).square().sum().backward()
         results.append(x.grad)
     rounds = {"atol": 2e-2, "rtol": 2e-2} if way == "autocast" else {"atol": 1e-5, "rtol": 1.3e-6}
     assert (results[1] is not None) == trains
@@ -227,3 +228,26 @@ def odd(way: str, trains: bool) -> None:
 )
 def test_layers_that_do_not_run_alike_sum_by_themselves(way: str, trains: bool) -> None:
     run_ranks(odd, 2, way, trains)
+
+
+class Heads(Attention):
+    def forward(self, x: Tensor) -> Any:
+        return self.q(x), self.k(x), self.v(x)
+
+
+def one_by_one() -> None:
+    results = []
+    for model in models(fuse=True, made=Heads):
+        x = torch.linspace(-1, 1, 24).view(3, 8).requires_grad_()
+        *earlier, last = model(x)
+        with model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext():
+            for each in earlier:
+                each.square().sum().backward()
+        last.square().sum().backward()
+        results.append(x.grad)
+    torch.testing.assert_close(results[1], results[0])
+
+
+def test_products_of_a_leaf_go_backward_one_by_one() -> None:
+    """Heads on detached features, as of several tokens that are predicted: each frees its graph."""
+    run_ranks(one_by_one, 2)

@@ -190,7 +190,7 @@ FAULTS = [
         sentence="Layers share the input that one without gradients, as a recomputed one, has handed on.",
         tests=[SHARED + "test_layers_that_do_not_run_alike_sum_by_themselves[recomputed-True]"],
         changes=[
-            Change(ROOM + "products", "_multiply_columns", " or not (x.requires_grad and torch.is_grad_enabled())", "")
+            Change(ROOM + "products", "_multiply_columns", "x.requires_grad and torch.is_grad_enabled() and ", "")
         ],
     ),
     Fault(
