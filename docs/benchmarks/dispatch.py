@@ -73,7 +73,10 @@ def make_routing(bench, rows, *, skewed, seed, device):
 class Symmetric:
     """``SymmetricExchange``."""
 
+    transport: Any
+
     def __init__(self, bench):
+        assert dist.group.WORLD is not None, "ranks communicate"
         self.transport = SymmetricExchange(bench.num_experts, dist.group.WORLD)
         self.captured = True
 
@@ -100,6 +103,7 @@ class Vdev2d:
 
     def __init__(self, bench):
         self.captured = True
+        assert dist.group.WORLD is not None, "ranks communicate"
         self.ranks, self.num_experts = dist.get_world_size(), bench.num_experts
         self.group = dist.group.WORLD.group_name
         self.buffers: dict = {}
@@ -198,7 +202,7 @@ def measure(bench, name, way, rows, routing, device):
         return time_steps(step, count, device)[0] * 1e3 / (bench.num_steps // count)
 
     found = take_turns(bench.num_rounds, steps, one_round)
-    return {f"{direction}_{how}_us": statistics.median(times) for (direction, how), times in found.items()}
+    return {f"{key[0]}_{key[1]}_us": statistics.median(times) for key, times in found.items()}
 
 
 def _one_of(call):

@@ -10,6 +10,7 @@ import importlib.util
 import sys
 import types
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -91,7 +92,7 @@ def torchtitan_experts(case, *, reshard, compiled=False):
     with torch.no_grad():
         model.init_weights()
     model = parallelize(model, mesh, config)
-    kinds = {}  # one kernel takes DTensors of one mesh
+    kinds: dict[Any, list[Any]] = {}  # one kernel takes DTensors of one mesh
     for param in model.parameters():
         kinds.setdefault(param.device_mesh, []).append(param)
     adamw = torch.optim.AdamW([{"params": params} for params in kinds.values()], lr=LEARNING_RATE, fused=True)
