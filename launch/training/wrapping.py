@@ -65,7 +65,7 @@ class Wrapped:
     def __init__(self, module: LanguageModel, config: Config, runtime: Runtime) -> None:
         self._slices = {name: model_slice_of(param) for name, param in module.named_parameters()}
         self._dtypes = {name: param.dtype for name, param in module.named_parameters()}
-        """Of computation."""
+        """The dtypes of computation, by name."""
         self.parameters = [
             HeldParameter(math.prod((self._slices[each.name] or each.param).shape), each.param.dtype, each.delayed)
             for each in find_owned_params(module)
