@@ -154,7 +154,7 @@ def nothing_kept() -> None:
     x = torch.linspace(-1, 1, 24).view(3, 8)
     model.module.fails = True
     with pytest.raises(KeyError):
-        model(x.clone().requires_grad_())
+        model(x.clone().requires_grad_() * 1.0)  # a leaf would share no sum
     model.module.fails = False
     copied = copy.deepcopy(model.module)
     (shared, of_copy) = (each.q._maingrad_shared_input for each in (model.module, copied))
@@ -163,7 +163,7 @@ def nothing_kept() -> None:
     # A layer that is called by itself sums by itself, and its input is not kept.
     with counted() as started:
         for layer in (model.module.q, model.module.k):
-            layer(x.requires_grad_()).square().sum().backward()
+            layer(x.requires_grad_() * 1.0).square().sum().backward()
     assert started[0] == 2
     assert shared.input is None
     expected = [torch.autograd.grad(layer(x).square().sum(), x)[0] for layer in (plain.q, plain.k)]
