@@ -94,6 +94,21 @@ def test_num_tokens_divides_the_sum() -> None:
         head(hidden, targets, num_tokens=3, reduction="sum")
 
 
+@pytest.mark.parametrize("mode", ["recompute", "in_forward"])
+def test_a_call_may_have_a_reduction_and_an_ignored_class_of_its_own(mode: Any) -> None:
+    head = LinearCrossEntropy(K, V, dtype=torch.float64, ignore_index=7, reduction="sum", mode=mode)
+    hidden, targets = data()
+    targets[targets == -100] = 9
+    targets[0, 0] = 7
+    for ignored in (0, 9):
+        targets[2, 4] = ignored
+        logits = head.logits(hidden).view(-1, V)
+        expected = F.cross_entropy(logits, targets.view(-1), ignore_index=ignored)
+        torch.testing.assert_close(head(hidden, targets, reduction="mean", ignore_index=ignored), expected)
+    expected = F.cross_entropy(logits, targets.view(-1), ignore_index=7, reduction="sum")
+    torch.testing.assert_close(head(hidden, targets), expected, msg="the module's own are as before")
+
+
 def test_weights_for_each_token() -> None:
     """As in reinforcement learning: the gradient of a token's log-probability is known after the forward."""
     head = LinearCrossEntropy(K, V, reduction="none", chunk_tokens=4)
