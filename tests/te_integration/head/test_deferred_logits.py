@@ -155,6 +155,8 @@ WITHOUT_LOGITS: dict[str, Any] = {
     "sizes": lambda z: torch.tensor([*z.size(), z.size(1), z.size(-1), z.dim(), z.ndim, z.numel()]),
     "device": lambda z: z.to(z.device),
     "contiguous": lambda z: z.contiguous(),
+    "fp32": lambda z: z.float(),
+    "the last cast": lambda z: z.float().to(torch.bfloat16),
     "view": lambda z: z.view(-1, 7),
     "view by a tuple": lambda z: z.view((3, 2, 7)),
     "reshape": lambda z: z.reshape(6, z.size(-1)),
@@ -179,6 +181,7 @@ WITH_LOGITS: dict[str, Any] = {
     "a mask": lambda z: z[ROWS[..., None].expand(2, 3, 7)],
     "a truth": lambda z: z[True],
     "dtype and device": lambda z: z.to(torch.float32, copy=True),
+    "device by name": lambda z: z.to("cpu"),
     "dtype by name": lambda z: z.to(dtype=torch.float32),
     "a number first": lambda z: 1 + 2 * z - z / 4,
     "a number from the left": lambda z: (1 - z) + 2 / (3 + z * z),
@@ -205,9 +208,28 @@ def test_all_that_is_done_to_logits_is_what_a_tensor_gives(read: str) -> None:
             z.sum()
         found, wanted = ({**WITHOUT_LOGITS, **WITH_LOGITS}[read](each) for each in (z, expected))
         assert read in WITH_LOGITS or head.num_products == is_computed, "no logits"
-        found = found.values() if isinstance(found, DeferredLogits) else found
-        assert (found.dtype, found.shape) == (wanted.dtype, wanted.shape)
-        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+        for each in (found, found.values() if isinstance(found, DeferredLogits) else found):
+            assert (each.dtype, each.shape, each.requires_grad) == (wanted.dtype, wanted.shape, wanted.requires_grad)
+        torch.testing.assert_close(each, wanted, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("autocasts", [False, True])
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("trained", ["hidden", "weight", ""])
+def test_modes_are_those_of_the_forward(autocasts: bool, grad: bool, trained: str) -> None:
+    """What is known without logits, the logits, and their loss: read in other modes than the forward's."""
+    head, hidden, targets = CountingHead(), torch.linspace(-2, 2, 30).view(6, 5), torch.arange(6)
+    hidden.requires_grad_(trained == "hidden")
+    head.weight = PlainHead.weight.float().requires_grad_(trained == "weight")
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocasts), torch.set_grad_enabled(grad):
+        z, other = (DeferredLogits.of_forward(head, hidden) for _ in range(2))
+        expected = head(hidden)
+        loss, plain_loss = (F.cross_entropy(logits, targets) for logits in (other, expected))
+    assert (loss.dtype, loss.requires_grad) == (plain_loss.dtype, plain_loss.requires_grad)
+    with torch.autocast("cpu", torch.bfloat16, enabled=not autocasts), torch.set_grad_enabled(not grad):
+        for logits in (z, z.values()):
+            assert (logits.dtype, logits.requires_grad) == (expected.dtype, grad and bool(trained))
+        assert torch.equal(z.values(), expected)
 
 
 def test_logits_are_computed_once_and_may_be_written() -> None:
