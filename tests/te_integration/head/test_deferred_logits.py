@@ -234,6 +234,7 @@ def test_modes_are_those_of_the_forward(autocasts: bool, grad: bool, trained: st
 
 def test_logits_are_computed_once_and_may_be_written() -> None:
     head, z, expected = deferred(2, 3)
+    assert z.to(torch.device("meta")).is_meta
     assert z.values() is z.values() and head.num_products == 1
     z[0] = expected[0] = 5.0
     for each in (z, z.view(6, 7), z.float(), z + OF_CLASSES, z[..., :-1, :]):
