@@ -126,6 +126,7 @@ STEPS: dict[str, Any] = {
 
 @pytest.mark.parametrize("steps", STEPS)
 @pytest.mark.parametrize("bias", [None, OF_CLASSES.sin()], ids=["", "a bias of the head"])
+@pytest.mark.sampled(26)
 def test_steps_between_logits_and_loss(steps: str, bias: Tensor | None) -> None:
     head, hidden = PlainHead(bias), torch.linspace(-2, 2, 30, dtype=torch.float64).view(6, 5)
     targets = torch.arange(6)
@@ -222,6 +223,7 @@ def test_all_that_is_done_to_logits_is_what_a_tensor_gives(read: str) -> None:
 @pytest.mark.parametrize("autocasts", [False, True])
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("trained", ["hidden", "weight", ""])
+@pytest.mark.sampled(12)
 def test_modes_are_those_of_the_forward(autocasts: bool, grad: bool, trained: str) -> None:
     """What is known without logits, the logits, and their loss: read in other modes than the forward's."""
     head, hidden, targets = CountingHead(), torch.linspace(-2, 2, 30).view(6, 5), torch.arange(6)
