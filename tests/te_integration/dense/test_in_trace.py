@@ -24,8 +24,12 @@ from maingrad.te_integration import (
     LinearCrossEntropy,
     MXFP8BlockScaling,
     NVFP4BlockScaling,
+    WgradQueue,
     autocast,
+    delayed_wgrad,
 )
+from maingrad.te_integration.dense import compiled_linear, embedding
+from maingrad.te_integration.head import linear_cross_entropy
 
 K, N, V = 32, 48, 33
 FUSED: dict[str, Any] = {"fuse_wgrad_accumulation": True}
@@ -42,9 +46,21 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
 RECIPES = [Float8CurrentScaling(), Float8BlockScaling(), MXFP8BlockScaling(), NVFP4BlockScaling(), None]
 
 
-def traced() -> Any:
-    """In this block modules run what a compiler would trace."""
-    return patch("torch.compiler.is_compiling", lambda: True)
+@contextlib.contextmanager
+def traced() -> Iterator[list[Any]]:
+    """In this block modules run what a compiler would trace. Yields what was run in graph breaks."""
+    broken: list[Any] = []
+
+    def run_outside(forward: Any, *args: Any) -> Any:
+        broken.append(forward)
+        with patch("torch.compiler.is_compiling", lambda: False):
+            return forward(*args)
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(patch("torch.compiler.is_compiling", lambda: True))
+        for module in (compiled_linear, embedding, linear_cross_entropy):
+            stack.enter_context(patch.object(module, "run_outside_graph", run_outside))
+        yield broken
 
 
 def assert_alike(make: Callable[[], nn.Module], run: Callable[[nn.Module, int], Tensor], writes: int | None) -> None:
@@ -172,3 +188,48 @@ def test_heads(mode: Any, options: dict[str, Any], dtype: torch.dtype) -> None:
 
     assert_alike(lambda: LinearCrossEntropy(K, V, chunk_tokens=4, mode=mode, dtype=dtype, **options), run, 2)
     assert len(grads) == 4 and all(map(torch.equal, grads[::2], grads[1::2]))
+
+
+@pytest.mark.filterwarnings("ignore:.*quantises bf16 and fp16")
+def test_what_a_graph_cannot_hold_is_a_break() -> None:
+    """Where others decide about the gradient in each forward; and nowhere else."""
+    torch.manual_seed(0)
+    layer, queue = Linear(K, N, **FUSED), WgradQueue()
+    ddp = wrap(layer)
+
+    def breaks(module: Any, *args: Any) -> int:
+        with traced() as broken:
+            module(*args)
+        return len(broken)
+
+    x = inputs(0)
+    assert breaks(layer, x) == 0
+    with delayed_wgrad(queue):
+        assert breaks(layer, x) == 1
+        assert breaks(Linear(K, N, **FUSED), x) == 1, "without a provider what is delayed is checked in eager code"
+    with torch.no_grad():
+        assert breaks(layer, x) == 0
+    half = Linear(K, N, dtype=torch.bfloat16)
+    with autocast():
+        assert breaks(half, x.bfloat16()) == 1, "autograd delivers a quantised product"
+        assert breaks(half.requires_grad_(False), x.bfloat16()) == 0
+        assert breaks(layer, x) == 0, "fp32 is not quantised"
+    with traced() as broken, autocast():
+        half(x.bfloat16())
+    assert len(broken) == 1, "a block of the traced code itself"
+    assert breaks(Embedding(V, K, **FUSED), tokens(0)) == 0
+    for options, expected in (({}, 0), ({"max_norm": 1.0}, 1)):
+        lookup = Embedding(V, K, **options, **FUSED)
+        kept = wrap(lookup)
+        assert breaks(lookup, tokens(0)) == expected, options
+    del ddp, kept
+
+
+def test_inputs_that_do_not_fit_are_refused_as_in_eager_code() -> None:
+    layer = Linear(K, N, **FUSED)
+    kept = wrap(layer)
+    for x, error in ((torch.ones(2, K + 1), "takes 32 features"), (torch.ones(2, K).double(), "the input is")):
+        for mode in (contextlib.nullcontext, traced):
+            with mode(), pytest.raises(ValueError, match=error):
+                layer(x)
+    del kept
