@@ -1,9 +1,11 @@
 """A queue that several threads drain, and entries whose module is gone."""
 
+import copy
 import gc
 import pickle
 import threading
 import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -88,6 +90,20 @@ def test_a_module_with_a_queue_of_its_own_can_be_pickled() -> None:
     layer(torch.ones(2, 8)).sum().backward()
     layer.backward_dw()
     assert torch.equal(layer.weight.grad, torch.full((8, 8), 2.0))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda queue: pickle.loads(pickle.dumps(queue))])
+def test_a_copy_of_a_queue_fills_waits_too_and_holds_nothing(copied: Callable[[WgradQueue], WgradQueue]) -> None:
+    for fill_waits in (False, True):
+        layer, queue = Linear(8, 8), WgradQueue(fill_waits=fill_waits)
+        pending_in(queue, layer)
+        other = copied(queue)
+        assert other is not queue and other.fill_waits is fill_waits and (len(queue), len(other)) == (1, 0)
+        pending_in(other, layer)
+        assert other.pending_microbatches == [0]
+        queue.drain()
+        other.drain()
+        assert torch.equal(layer.weight.grad, torch.full((8, 8), 4.0))
 
 
 def pending_in(queue: WgradQueue, layer: nn.Module) -> None:

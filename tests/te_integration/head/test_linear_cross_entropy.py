@@ -84,6 +84,24 @@ def test_logits_are_those_of_the_loss() -> None:
     torch.testing.assert_close(F.cross_entropy(logits.view(-1, V), targets.view(-1)), head(hidden, targets))
 
 
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_logits_have_the_gradients_of_a_linear_layer(wrapped: bool) -> None:
+    """Into ``main_grad`` under a wrapper, and to autograd without; a block that delays leaves them in backward."""
+    head = LinearCrossEntropy(K, V, logit_softcap=2.0, bias=True)
+    twin = copy.deepcopy(head)
+    ddp: Any = wrap(head) if wrapped else head
+    hidden, targets = data(dtype=torch.float32)
+    with delayed_wgrad(queue := WgradQueue()):
+        loss = F.cross_entropy(ddp(hidden).view(-1, V), targets.view(-1))
+    loss.backward()
+    assert not len(queue)
+    (plain_losses(twin, hidden.detach(), targets).sum() / (targets != -100).sum()).backward()
+    for name, param in head.named_parameters():
+        found = param.main_grad if wrapped else param.grad
+        torch.testing.assert_close(found, twin.get_parameter(name).grad, msg=name)
+    assert not wrapped or [record.num_fused_writes for record in ddp.records if record.name == "weight"] == [1]
+
+
 def test_num_tokens_divides_the_sum() -> None:
     head = LinearCrossEntropy(K, V, dtype=torch.float64, chunk_tokens=4)
     hidden, targets = data()
@@ -92,6 +110,21 @@ def test_num_tokens_divides_the_sum() -> None:
         torch.testing.assert_close(head(hidden, targets, num_tokens=count), total / 20)
     with pytest.raises(ValueError, match="num_tokens divides"):
         head(hidden, targets, num_tokens=3, reduction="sum")
+
+
+@pytest.mark.parametrize("mode", ["recompute", "in_forward"])
+def test_a_call_may_have_a_reduction_and_an_ignored_class_of_its_own(mode: Any) -> None:
+    head = LinearCrossEntropy(K, V, dtype=torch.float64, ignore_index=7, reduction="sum", mode=mode)
+    hidden, targets = data()
+    targets[targets == -100] = 9
+    targets[0, 0] = 7
+    for ignored in (0, 9):
+        targets[2, 4] = ignored
+        logits = head.logits(hidden).view(-1, V)
+        expected = F.cross_entropy(logits, targets.view(-1), ignore_index=ignored)
+        torch.testing.assert_close(head(hidden, targets, reduction="mean", ignore_index=ignored), expected)
+    expected = F.cross_entropy(logits, targets.view(-1), ignore_index=7, reduction="sum")
+    torch.testing.assert_close(head(hidden, targets), expected, msg="the module's own are as before")
 
 
 def test_weights_for_each_token() -> None:

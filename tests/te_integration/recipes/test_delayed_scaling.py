@@ -766,6 +766,19 @@ def trained(steps: int = 3) -> DistributedDataParallel:
     return model
 
 
+def test_behind_graphs_of_layers_it_goes_on() -> None:
+    """Their capture refuses it: while it lasts, and where it has failed."""
+    layer = Linear(32, 32, dtype=BF16)
+    for broken in (False, True):
+        with pytest.raises(ValueError, match="sample_args has 2 entries") if broken else nullcontext():
+            make_graphed_callables([Linear(32, 32, dtype=BF16)], [(batch(0),)] * (1 + broken))
+        with pytest.raises(RuntimeError, match="does not go with make_graphed_callables"), autocast(recipe=RECIPE):
+            make_graphed_callables([Linear(32, 32, dtype=BF16)], [(batch(0),)])
+        with autocast(recipe=RECIPE):
+            layer(batch(0)).sum().backward()
+    assert layer.fp8_amax_history[0].tolist()[0] == batch(0).float().abs().max()
+
+
 def test_state_dicts() -> None:
     plain = towers()
     names = set(plain.state_dict())

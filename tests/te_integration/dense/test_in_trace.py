@@ -1,0 +1,235 @@
+"""What a compiler traces, run as it is: outputs and gradients are those of the eager path, bit for bit.
+
+``test_compiled.py`` compiles it. Here each branch of it costs milliseconds.
+"""
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from loops import wrap
+from torch import Tensor, nn
+
+from maingrad.te_integration import (
+    Embedding,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    LayerNormLinear,
+    LayerNormMLP,
+    Linear,
+    LinearCrossEntropy,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    WgradQueue,
+    autocast,
+    delayed_wgrad,
+)
+from maingrad.te_integration.dense import compiled_linear, embedding
+from maingrad.te_integration.head import linear_cross_entropy
+
+K, N, V = 32, 48, 33
+FUSED: dict[str, Any] = {"fuse_wgrad_accumulation": True}
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: Linear(K, N, **FUSED),
+    "no bias": lambda: Linear(K, N, bias=False, **FUSED),
+    "split": lambda: Linear(K, N, parameters_split={"query_": 32, "key_": 16}, **FUSED),
+    "delayed": lambda: Linear(K, N, delay_wgrad_compute=True, **FUSED),
+    "delayed, unfused": lambda: Linear(K, N, delay_wgrad_compute=True),
+    "unfused": lambda: Linear(K, N),
+    "norm": lambda: LayerNormLinear(K, N, **FUSED),
+    "mlp": lambda: LayerNormMLP(K, N, activation="swiglu", **FUSED),
+}
+RECIPES = [Float8CurrentScaling(), Float8BlockScaling(), MXFP8BlockScaling(), NVFP4BlockScaling(), None]
+
+
+@contextlib.contextmanager
+def traced() -> Iterator[list[Any]]:
+    """In this block modules run what a compiler would trace. Yields what was run in graph breaks."""
+    broken: list[Any] = []
+
+    def run_outside(forward: Any, *args: Any) -> Any:
+        broken.append(forward)
+        with patch("torch.compiler.is_compiling", lambda: False):
+            return forward(*args)
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(patch("torch.compiler.is_compiling", lambda: True))
+        for module in (compiled_linear, embedding, linear_cross_entropy):
+            stack.enter_context(patch.object(module, "run_outside_graph", run_outside))
+        yield broken
+
+
+def assert_alike(make: Callable[[], nn.Module], run: Callable[[nn.Module, int], Tensor], writes: int | None) -> None:
+    """Two microbatches, eagerly and as traced; ``writes``: of fused weights, of each."""
+    torch.manual_seed(0)
+    eager = make()
+    inside = copy.deepcopy(eager)
+    wrappers = [wrap(eager), wrap(inside)]
+    for microbatch in range(2):
+        for model, ddp, mode in zip((eager, inside), wrappers, (contextlib.nullcontext, traced), strict=True):
+            with ddp.no_sync() if microbatch == 0 else contextlib.nullcontext():
+                with mode():
+                    output = run(model, microbatch)
+                (output.float() * torch.linspace(-1, 1, output.numel()).view(output.shape)).sum().backward()
+                for module in model.modules():
+                    if getattr(module, "wgrad_queue", None) is not None:
+                        module.backward_dw()
+            model.last = output.detach()
+        assert torch.equal(eager.last, inside.last)  # type: ignore[arg-type]
+    for ddp in wrappers:
+        ddp.finish_grad_sync()
+    for (name, param), other in zip(eager.named_parameters(), inside.parameters(), strict=True):
+        assert torch.equal(param.main_grad, other.main_grad), name
+    counts = [{record.name: record.num_fused_writes for record in ddp.records} for ddp in wrappers]
+    assert counts[0] == counts[1] and (writes is None or writes in counts[1].values())
+
+
+def inputs(microbatch: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator().manual_seed(microbatch)
+    return torch.randn(3, 5, K, generator=generator).to(dtype).requires_grad_()
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("how", ["fp32", "bf16", "autocast"])
+@pytest.mark.sampled(24)
+def test_layers(layer: str, how: str) -> None:
+    dtype = torch.bfloat16 if how == "bf16" else torch.float32
+    grads: list[Tensor] = []
+
+    def run(model: nn.Module, microbatch: int) -> Tensor:
+        x = inputs(microbatch, dtype)
+        x.register_hook(grads.append)
+        with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
+            output: Tensor = model(x)
+        return output
+
+    assert_alike(lambda: LAYERS[layer]().to(dtype), run, None if "unfused" in layer else 2)
+    assert len(grads) == 4 and all(map(torch.equal, grads[::2], grads[1::2]))
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: type(recipe).__name__)
+@pytest.mark.parametrize("layer", ["linear", "no bias", "split", "mlp"])
+@pytest.mark.sampled(20)
+def test_layers_under_a_recipe(layer: str, recipe: Any) -> None:
+    if isinstance(recipe, NVFP4BlockScaling):
+        recipe = NVFP4BlockScaling(disable_stochastic_rounding=True)  # the rest is the same in each run
+    grads: list[Tensor] = []
+
+    def run(model: nn.Module, microbatch: int) -> Tensor:
+        x = inputs(microbatch, torch.bfloat16)
+        x.register_hook(grads.append)
+        output: Tensor = model(x)
+        return output
+
+    with autocast(recipe=recipe):
+        assert_alike(lambda: LAYERS[layer]().bfloat16(), run, 2)
+    assert all(map(torch.equal, grads[::2], grads[1::2]))
+
+
+@pytest.mark.parametrize("frozen", ["weight", "bias", "input", "all but the input"])
+@pytest.mark.parametrize("quantised", [False, True])
+@pytest.mark.sampled(8)
+def test_what_needs_no_gradient_gets_none(frozen: str, quantised: bool) -> None:
+    torch.manual_seed(0)
+    layer = Linear(K, N, dtype=torch.bfloat16, **FUSED)
+    layer.weight.requires_grad_(frozen not in ("weight", "all but the input"))
+    layer.bias.requires_grad_(frozen not in ("bias", "all but the input"))
+    twin = copy.deepcopy(layer)
+    found = []
+    with autocast(quantised):
+        for model, mode in ((layer, contextlib.nullcontext), (twin, traced)):
+            ddp = wrap(model) if frozen != "all but the input" else None
+            x = inputs(0, torch.bfloat16).detach().requires_grad_(frozen != "input")
+            with mode():
+                y = model(x)
+            y.square().sum().backward()
+            params = (model.weight, model.bias)
+            found.append([y.detach(), x.grad, *(getattr(each, "main_grad", None) for each in params)])
+            del ddp  # here: gradients of its iteration would go with it
+    for ours, theirs in zip(*found, strict=True):
+        assert (ours is None) == (theirs is None)
+        assert ours is None or torch.equal(ours, theirs)
+
+
+def tokens(microbatch: int) -> Tensor:
+    return torch.randint(V, (3, 7), generator=torch.Generator().manual_seed(microbatch))
+
+
+@pytest.mark.parametrize("options", [{}, {"padding_idx": 3}, {"scale_grad_by_freq": True}], ids=str)
+def test_embeddings(options: dict[str, Any]) -> None:
+    def run(model: nn.Module, microbatch: int) -> Tensor:
+        output: Tensor = model(tokens(microbatch))
+        return output
+
+    assert_alike(lambda: Embedding(V, K, **options, **FUSED), run, 0 if "scale_grad_by_freq" in options else 2)
+
+
+def heads() -> Iterator[tuple[Any, dict[str, Any], torch.dtype]]:
+    for dtype in (torch.float32, torch.bfloat16):
+        yield "recompute", {}, dtype
+        yield "recompute", {"bias": True, "label_smoothing": 0.1, "z_loss": 0.01, "logit_softcap": 3.0}, dtype
+        yield "in_forward", {"bias": True, "logit_scale": 0.5, "ignore_index": 7}, dtype
+
+
+@pytest.mark.parametrize(("mode", "options", "dtype"), list(heads()))
+def test_heads(mode: Any, options: dict[str, Any], dtype: torch.dtype) -> None:
+    grads: list[Tensor] = []
+
+    def run(model: nn.Module, microbatch: int) -> Tensor:
+        hidden, targets = inputs(microbatch, dtype), tokens(microbatch)[:, :5].clone()
+        hidden.register_hook(grads.append)
+        targets[0] = options.get("ignore_index", -100)
+        loss: Tensor = model(hidden, targets, grad_scale=-1.0)  # what ``assert_alike`` begins with
+        return loss
+
+    assert_alike(lambda: LinearCrossEntropy(K, V, chunk_tokens=4, mode=mode, dtype=dtype, **options), run, 2)
+    assert len(grads) == 4 and all(map(torch.equal, grads[::2], grads[1::2]))
+
+
+@pytest.mark.filterwarnings("ignore:.*quantises bf16 and fp16")
+def test_what_a_graph_cannot_hold_is_a_break() -> None:
+    """Where others decide about the gradient in each forward; and nowhere else."""
+    torch.manual_seed(0)
+    layer, queue = Linear(K, N, **FUSED), WgradQueue()
+    ddp = wrap(layer)
+
+    def breaks(module: Any, *args: Any) -> int:
+        with traced() as broken:
+            module(*args)
+        return len(broken)
+
+    x = inputs(0)
+    assert breaks(layer, x) == 0
+    with delayed_wgrad(queue):
+        assert breaks(layer, x) == 1
+        assert breaks(Linear(K, N, **FUSED), x) == 1, "without a provider what is delayed is checked in eager code"
+    with torch.no_grad():
+        assert breaks(layer, x) == 0
+    half = Linear(K, N, dtype=torch.bfloat16)
+    with autocast():
+        assert breaks(half, x.bfloat16()) == 1, "autograd delivers a quantised product"
+        assert breaks(half.requires_grad_(False), x.bfloat16()) == 0
+        assert breaks(layer, x) == 0, "fp32 is not quantised"
+    with traced() as broken, autocast():
+        half(x.bfloat16())
+    assert len(broken) == 1, "a block of the traced code itself"
+    assert breaks(Embedding(V, K, **FUSED), tokens(0)) == 0
+    for options, expected in (({}, 0), ({"max_norm": 1.0}, 1)):
+        lookup = Embedding(V, K, **options, **FUSED)
+        kept = wrap(lookup)
+        assert breaks(lookup, tokens(0)) == expected, options
+    del ddp, kept
+
+
+def test_inputs_that_do_not_fit_are_refused_as_in_eager_code() -> None:
+    layer = Linear(K, N, **FUSED)
+    kept = wrap(layer)
+    for x, error in ((torch.ones(2, K + 1), "takes 32 features"), (torch.ones(2, K).double(), "the input is")):
+        for mode in (contextlib.nullcontext, traced):
+            with mode(), pytest.raises(ValueError, match=error):
+                layer(x)
+    del kept
