@@ -76,9 +76,7 @@ def test_options_of_torchs_wrapper_where_there_is_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("option", "message"), [("deepspeed", "maingrad shards"), ("parallelism_config", "takes process groups by itself")]
 )
-def test_other_libraries_are_refused_where_they_are_not_installed_too(
-    option: str, message: str, tmp_path: Path
-) -> None:
+def test_other_libraries_are_refused_also_without_them(option: str, message: str, tmp_path: Path) -> None:
     given = arguments(tmp_path)
     object.__setattr__(given, option, {"stage": 2})
     with pytest.raises(ValueError, match=f"{option} does not work with maingrad: .*{message}"):
