@@ -5,6 +5,7 @@ import json
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from tiny_run import tiny_toml
 
 from maingrad.launch.cli import main
 from maingrad.launch.config.error import ConfigError
-from maingrad.launch.model.hugging_face_folder import check_weight_files
+from maingrad.launch.model.hugging_face_folder import _check_no_code, check_weight_files
 
 transformers = pytest.importorskip("transformers")
 
@@ -66,7 +67,10 @@ def plan_of(folder: Path) -> int:
     return main(["plan", str(toml), "--ranks", "1"])
 
 
-@pytest.mark.parametrize("key, size", [("hidden_size", 2**40), ("num_hidden_layers", 10**8), ("vocab_size", 2**62)])
+@pytest.mark.parametrize(
+    "key, size",
+    [("hidden_size", 2**40), ("num_hidden_layers", 10**8), ("vocab_size", 2**62), ("intermediate_size", 2**23)],
+)
 @pytest.mark.parametrize("model_type", ["llama", "qwen2"])  # the second lists its layers when it is read
 def test_a_size_of_which_no_model_is_built_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str, size: int, model_type: str
@@ -231,3 +235,20 @@ def test_a_copied_run_writes_through_no_link(tmp_path: Path) -> None:
     assert main(["train", str(toml)]) == 0
     assert {path.read_text() for path in tmp_path.glob("mine-*")} == {"mine"}
     shutil.rmtree(run)
+
+
+def test_code_and_kernels_of_parts_are_refused_too() -> None:
+    """A class that transformers has no causal model for, and kernels that only a part's configuration names."""
+    code = {"AutoModelForCausalLM": "strange.Strange"}
+    parts = {"text_config": SimpleNamespace, "vision_config": SimpleNamespace}
+    for settings, what in (
+        (SimpleNamespace(sub_configs={}, auto_map=code), "auto_map"),
+        (SimpleNamespace(sub_configs=parts, text_config=SimpleNamespace(_attn_implementation="a/b")), "attn"),
+        (SimpleNamespace(sub_configs=parts, vision_config=SimpleNamespace(_experts_implementation="a/b")), "experts"),
+    ):
+        with pytest.raises(ConfigError, match=rf"not transformers' own \({what}"):
+            _check_no_code("folder", settings)
+    own = SimpleNamespace(_attn_implementation="sdpa", _experts_implementation=None)
+    _check_no_code("folder", SimpleNamespace(sub_configs=parts, text_config=own, auto_map={"AutoConfig": "a.B"}))
+    known = transformers.LlamaConfig(auto_map=code)
+    _check_no_code("folder", known)  # transformers' own class is taken

@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 from maingrad.ddp import WORLD_OF_ONE, DistributedDataParallel, load_checkpoint, muon_groups, save_checkpoint
 from maingrad.launch import make_optimizer, parallelize, simulate
-from maingrad.te_integration import unconvert
+from maingrad.te_integration import convert_linears, unconvert
 
 RANKS, STEPS = 4, 3
 CAPACITY = {"transport": "capacity", "capacity": 40}
@@ -468,6 +468,11 @@ def own_implementation(model: Any) -> Any:
     return model
 
 
+def converted(model: nn.Module) -> nn.Module:
+    convert_linears(model)
+    return model
+
+
 def with_forward(model: nn.Module) -> nn.Module:
     experts = model.model.layers[0].mlp.experts
     experts.forward = experts.forward
@@ -478,6 +483,8 @@ def with_forward(model: nn.Module) -> nn.Module:
     ("make", "options", "message"),
     [
         (lambda: tiny("qwen3_moe"), {"ep": 3}, "ep = 3 does not divide the 4 data-parallel"),
+        (lambda: tiny("qwen3_moe"), {"ep": 0}, "ep = 0 does not divide the 4 data-parallel"),
+        (lambda: tiny("qwen3_moe"), {"ep": -2}, "ep = -2 does not divide the 4 data-parallel"),
         (lambda: tiny("qwen3_moe"), {"dispatch": {"transport": "symmetric"}}, "dispatch has no effect"),
         (lambda: tiny("qwen3_moe"), {"ep": 2, "fuse": False}, "experts over ranks need fuse=True"),
         (lambda: by_ep_plan(tiny("qwen3_moe")), {"fuse": False}, "experts over ranks need fuse=True"),
@@ -487,8 +494,11 @@ def with_forward(model: nn.Module) -> nn.Module:
         (lambda: tiny("qwen3_moe"), {"ep": 2, "tensor_parallel_group": WORLD_OF_ONE}, "ep does not go with tensor_par"),
         (lambda: tiny("qwen3_moe"), {"dispatch": CAPACITY}, "dispatch has no effect: .* give ep="),
         (OwnModel, {"dispatch": CAPACITY}, "dispatch has no effect"),
+        (OwnModel, {"dispatch": CAPACITY, "expert_process_group": WORLD_OF_ONE}, "dispatch does not go with expert"),
         (OwnModel, {"dispatch": CAPACITY, "tensor_parallel_group": WORLD_OF_ONE}, "dispatch does not go with"),
         (lambda: tiny("qwen3_moe", num_experts=6), {"ep": 4}, "4 ranks do not divide 6 experts"),
+        (lambda: converted(tiny("qwen3_moe", num_experts=6)), {"ep": 4}, "4 ranks do not divide 6 experts"),
+        (lambda: with_forward(converted(tiny("qwen3_moe"))), {"ep": 2}, "forward was replaced on this instance"),
         (lambda: nn.Sequential(nn.Linear(4, 4)), {"ep": 2}, "Sequential has no experts of Hugging Face"),
         (lambda: with_forward(tiny("qwen3_moe")), {"ep": 2}, "forward was replaced on this instance"),
     ],
@@ -502,6 +512,15 @@ def test_what_is_refused(make: Callable[[], nn.Module], options: dict[str, Any],
         return all(each is before[name] for name, each in model.named_parameters())
 
     assert all(simulate(refused, 4))
+
+
+def test_a_mesh_of_two_dims_holds_no_experts() -> None:
+    def refused() -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("same", "ep"))
+        with pytest.raises(ValueError, match="has one dim, this one has 2"):
+            parallelize(tiny("qwen3_moe"), "zero1", ep=mesh)
+
+    simulate(refused, 4)
 
 
 def test_experts_over_other_ranks_than_those_of_the_batches_are_refused() -> None:

@@ -239,13 +239,18 @@ def test_param_dtype_computes_in_bf16_over_fp32_masters(form: str) -> None:
         assert (weight - 1).abs().max() > 0.05
 
 
-def test_a_model_in_half_precision_has_fp32_shards() -> None:
-    def run() -> Any:
-        model = maingrad.parallelize(make_net().bfloat16(), "zero3")
-        assert {param.dtype for param in model.parameters()} == {torch.float32}
-        return model(torch.ones(2, 8, dtype=torch.bfloat16)).dtype
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_model_in_half_precision_has_fp32_shards(dtype: torch.dtype) -> None:
+    """Also beside integers that nothing trains."""
 
-    assert maingrad.simulate(run, 2) == [torch.bfloat16] * 2
+    def run() -> Any:
+        net = make_net().to(dtype)
+        net.codes = nn.Parameter(torch.arange(4), requires_grad=False)
+        model = maingrad.parallelize(net, "zero3")
+        assert {param.dtype for param in model.parameters() if param.requires_grad} == {torch.float32}
+        return model(torch.ones(2, 8, dtype=dtype)).dtype
+
+    assert maingrad.simulate(run, 2) == [dtype] * 2
 
 
 def test_ignored_parameters_keep_their_dtype() -> None:
@@ -464,6 +469,8 @@ def test_a_copy_of_a_recomputed_model_computes_with_its_own_weights() -> None:
         (("ddp", {"units": "all"}), 'units is "auto", a class, a tuple of classes'),
         (("ddp", {"units": [Block()]}), "units: Block is not in the model"),
         (("ddp", {"units": nn.Conv2d}), "the model has no Conv2d inside it; its classes are Block, LayerNorm, Linear"),
+        (("ddp", {"units": (Block, nn.Conv2d)}), "the model has no Conv2d inside it"),
+        (("ddp", {"units": Net}), "the model has no Net inside it"),
         (("ddp", {"units": [], "recompute": True}), "nothing to recompute or compile: name them, units=Block"),
         (("ddp", {"param_dtype": torch.int8}), "param_dtype is a floating-point dtype"),
         (("ddp", {"use_distributed_optimizer": True}), 'follows from the second argument of parallelize, "ddp"'),
@@ -481,6 +488,10 @@ def test_a_copy_of_a_recomputed_model_computes_with_its_own_weights() -> None:
         (
             ("zero1", {"config": maingrad.DistributedDataParallelConfig()}),
             "use_distributed_optimizer=False, which is not",
+        ),
+        (
+            ("ddp", {"config": maingrad.DistributedDataParallelConfig(use_distributed_optimizer=True)}),
+            "use_distributed_optimizer=True, which is not",
         ),
         (
             ("zero3", {"param_dtype": torch.bfloat16, "mixed_precision": maingrad.MixedPrecisionPolicy()}),
@@ -502,8 +513,29 @@ def test_a_mesh_of_two_dims_has_no_effect_under_ddp() -> None:
         mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("outer", "inner"))
         with pytest.raises(ValueError, match='"ddp" shards nothing'):
             maingrad.parallelize(make_net(), "ddp", mesh=mesh)
+        with pytest.raises(ValueError, match='"hsdp" needs a mesh of two dims'):
+            maingrad.parallelize(make_net(), "hsdp", mesh=mesh["outer"])
 
     maingrad.simulate(run, 2)
+
+
+@pytest.mark.parametrize("form", ["ddp", "zero1", "zero3"])
+def test_the_ranks_are_those_of_the_mesh(form: str) -> None:
+    """Each rank alone: gradients are of its own rows."""
+
+    def run() -> list[float]:
+        losses = []
+        for mesh in (maingrad.WORLD_OF_ONE, None):
+            model = maingrad.parallelize(make_net(), form, mesh=mesh)
+            optimizer = maingrad.make_optimizer(model, torch.optim.SGD, lr=0.1, max_grad_norm=1e9)
+            net_loss(model, dist.get_rank(), slice(None)).backward()
+            optimizer.step()
+            losses.append(float(optimizer.grad_norm))
+        return losses
+
+    (first, both), (second, same) = maingrad.simulate(run, 2)
+    assert abs(first - second) > 1e-3
+    assert both == pytest.approx(same, rel=1e-6)
 
 
 @pytest.mark.parametrize("form", ["ddp", "zero3"])
@@ -511,6 +543,31 @@ def test_a_model_is_wrapped_once(form: str) -> None:
     model = maingrad.parallelize(make_net(), form, mesh=maingrad.WORLD_OF_ONE)
     with pytest.raises(ValueError, match="already: give parallelize the plain model"):
         maingrad.parallelize(model, form, mesh=maingrad.WORLD_OF_ONE)
+
+
+class OfTorch(nn.parallel.DistributedDataParallel):
+    """Without the process group that torch's wrapper would need here."""
+
+    def __init__(self, module: nn.Module) -> None:
+        nn.Module.__init__(self)
+        self.module = module
+
+
+def test_parts_of_a_model_are_wrapped_once_and_not_by_torch() -> None:
+    alone = {"mesh": maingrad.WORLD_OF_ONE}
+    with pytest.raises(ValueError, match="the model is a OfTorch already"):
+        maingrad.parallelize(OfTorch(make_net()), "zero1", **alone)
+    for form in ("ddp", "zero3"):
+        net = make_net()
+        net.blocks[1] = maingrad.parallelize(net.blocks[1], form, **alone, units=[])
+        with pytest.raises(ValueError, match=r"module 'blocks\.1' is a \w+ already"):
+            maingrad.parallelize(net, "zero1", **alone)
+
+
+def test_the_whole_model_is_no_unit_of_its_own() -> None:
+    net = make_net()
+    with pytest.raises(ValueError, match="units: Net is the model itself; name modules inside Net"):
+        maingrad.parallelize(net, "zero3", mesh=maingrad.WORLD_OF_ONE, units=[net.blocks[0], net])
 
 
 def test_what_is_no_module_is_refused() -> None:
@@ -534,12 +591,14 @@ def test_an_optimizer_needs_a_wrapped_model() -> None:
     ("options", "error", "said"),
     [
         ({"max_grad_norm": 0.0}, ValueError, "max_grad_norm must be positive"),
+        ({"max_grad_norm": -1.0}, ValueError, "max_grad_norm must be positive"),
+        ({"optimizer_class": "adamw"}, TypeError, "optimizer.class is a subclass of torch.optim.Optimizer"),
         ({"param_groups": [{"params": "*.weigth"}]}, ValueError, "no trainable parameter is called '\\*.weigth'"),
         ({"param_groups": [{"params": "*", "lrr": 1.0}]}, TypeError, "param_groups\\[0\\]: .*'lrr'"),
         ({"optimizer_class": Block}, TypeError, "optimizer.class is a subclass of torch.optim.Optimizer"),
     ],
 )
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(12)
 def test_options_of_the_optimizer_are_checked(
     form: str, options: dict[str, Any], error: type[Exception], said: str
 ) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tiny_run import tiny_config
 
 from maingrad.ddp import load_checkpoint, save_checkpoint
@@ -18,8 +19,9 @@ from maingrad.ddp.checkpoint.files.folder import MARK_FILE, remove
 from maingrad.launch import simulate
 from maingrad.launch.config.run import Config, ConfigError
 from maingrad.launch.model.gpt import build_model
+from maingrad.launch.training import run_state
 from maingrad.launch.training.metrics import read_metrics
-from maingrad.launch.training.run_state import where_to_resume
+from maingrad.launch.training.run_state import RunSaver, where_to_resume
 from maingrad.launch.training.train import train
 
 
@@ -245,3 +247,23 @@ def test_a_full_disk_ends_the_run_soon_and_leaves_the_last_checkpoint(save_every
 def test_what_cannot_be_kept_is_refused(given: dict[str, Any], message: str, tmp_path: Path):
     with pytest.raises(ConfigError, match=message):
         config_of(tmp_path, given)
+
+
+def test_a_checkpoint_that_cannot_be_deleted_is_named_and_the_others_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    stays, said = tmp_path / "run/checkpoints/step-00000001", list[str]()
+
+    def refuse(path: Path) -> None:
+        if path == stays:
+            raise PermissionError("not yours")
+        remove(path)
+
+    for step in range(1, 5):
+        save_checkpoint(tmp_path / f"run/checkpoints/step-{step:08d}", torch.nn.Linear(2, 2))
+    monkeypatch.setattr(run_state, "remove", refuse)
+    wrapped: Any = None  # nothing of the model is needed
+    saver = RunSaver(config_of(tmp_path, {"keep_last": 1}), wrapped, is_main=True, say=said.append)
+    saver._delete(3)
+    assert said == [f"'{stays}' was not deleted: not yours"]
+    assert kept(tmp_path) == [1, 3, 4]

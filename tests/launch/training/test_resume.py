@@ -20,11 +20,12 @@ from torch import nn
 
 from maingrad.ddp.checkpoint.checkpoint import save_checkpoint
 from maingrad.launch import simulate
+from maingrad.launch.config.file import config_to_dict
 from maingrad.launch.config.run import Config, ConfigError
 from maingrad.launch.data.indexed import write_indexed
 from maingrad.launch.model.gpt import build_model
 from maingrad.launch.training.metrics import MetricsWriter, read_metrics
-from maingrad.launch.training.run_state import where_to_resume
+from maingrad.launch.training.run_state import check_resume, where_to_resume
 from maingrad.launch.training.signals import StopRequest
 from maingrad.launch.training.train import train
 
@@ -344,3 +345,49 @@ def test_what_is_no_checkpoint_of_a_run(tmp_path: Path):
     save_checkpoint(tmp_path / "weights", plain)
     with pytest.raises(ConfigError, match=r"train\.resume = '.*weights': "):
         train(config)
+
+
+def test_each_key_of_the_model_and_the_data_stays_and_others_may_change(tmp_path: Path):
+    """Of a checkpoint with the state of a run, whose manifest is read alone."""
+    config = config_of(tmp_path, "run")
+    saved = config_to_dict(config)
+    del saved["model"]["rotary_base"]  # as a checkpoint of before this key was added
+    extra = {"step": 3, "seconds": 1.0, "schedule": {}, "config": saved}
+    path = tmp_path / "saved"
+    save_checkpoint(path, nn.Linear(2, 2), extra=extra)
+
+    def check(section: str, changed: dict[str, Any], *, other_data: bool = False) -> None:
+        tables = {"train": dataclasses.replace(config.train, resume_with_other_data=other_data)}
+        tables[section] = dataclasses.replace(tables.get(section, getattr(config, section)), **changed)
+        check_resume(path, dataclasses.replace(config, **tables), {})
+
+    changes: tuple[tuple[str, dict[str, Any]], ...] = (
+        ("model", {"num_layers": 3}),
+        ("model", {"rotary_base": 5e5}),
+        ("model", {"param_dtype": "float32"}),
+        ("optimizer", {"betas": (0.8, 0.9)}),
+        ("train", {"global_batch_size": 48}),
+        ("train", {"sequence_length": 12}),
+        ("train", {"seed": 7}),
+    )
+    for section, changed in changes:
+        for other_data in (False, True):
+            with pytest.raises(ConfigError, match=f"{section}.{next(iter(changed))} = .* cannot go on with another"):
+                check(section, changed, other_data=other_data)
+    with pytest.raises(ConfigError, match=r"data\.documents = 'mask': .* cannot go on with another"):
+        check("data", {"documents": "mask"})
+    check("data", {"documents": "mask"}, other_data=True)
+    check("model", {"fuse_wgrad_accumulation": False})
+    check("model", {"fused_loss": True})
+    check("model", {"delay_wgrad_layers": 1})
+    check("train", {"steps": 60, "num_microbatches": 4, "eval_every": 1, "out_dir": "elsewhere", "compile": True})
+
+
+@pytest.mark.parametrize("left_out", ["step", "seconds", "schedule", "config", None])
+def test_state_without_one_part_is_none_of_a_run(left_out: str | None, tmp_path: Path):
+    config = config_of(tmp_path, "run")
+    extra = {"step": 3, "seconds": 1.0, "schedule": {}, "config": config_to_dict(config)}
+    kept = {key: value for key, value in extra.items() if key != left_out}
+    save_checkpoint(tmp_path / "saved", nn.Linear(2, 2), extra=kept if left_out else list(extra))
+    with pytest.raises(ConfigError, match="a checkpoint of a model, but not one of maingrad train"):
+        check_resume(tmp_path / "saved", config, {})

@@ -1,6 +1,8 @@
 """Models of Hugging Face in ``maingrad train``: trained from ``config.json``, saved, loaded again, continued."""
 
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,8 +17,14 @@ from maingrad.launch.cli import main
 from maingrad.launch.config.run import Config, ConfigError
 from maingrad.launch.data.batches import load_corpus
 from maingrad.launch.data.sequences import Sampler
-from maingrad.launch.model.hugging_face import HuggingFaceModel, build_language_model, check_documents
+from maingrad.launch.model.hugging_face import (
+    HuggingFaceModel,
+    build_language_model,
+    check_documents,
+    save_hugging_face,
+)
 from maingrad.launch.plan.plan import plan_run
+from maingrad.launch.training.loading import check_model
 from maingrad.launch.training.train import train
 from maingrad.te_integration import Float8CurrentScaling, autocast
 
@@ -249,3 +257,71 @@ def test_mistakes(tmp_path: Path):
         train(config_for(tmp_path, source, model={"pretrained": True}))
     with pytest.raises(ConfigError, match=r"train\.sequence_length = 65: must be at most max_position_embeddings = 64"):
         train(config_for(tmp_path, source, train={"sequence_length": 65}))
+
+
+class WithAuxiliary(nn.Module):
+    """A model in transformers' form, with ``config`` and an auxiliary loss of 2."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config, self.layers = config, nn.ModuleList([nn.Linear(8, 8)])
+
+    def forward(self, input_ids: torch.Tensor, **others: Any) -> Any:
+        logits = F.one_hot(input_ids, 8).float()
+        return SimpleNamespace(logits=logits, aux_loss=self.layers[0].bias.sum() * 0 + 2.0)
+
+
+@pytest.mark.parametrize(
+    ("whole", "of_text", "weight"),
+    [
+        ({"router_aux_loss_coef": 0.25}, {}, 0.25),
+        ({"aux_loss_coef": 0.5}, {}, 0.5),
+        ({"router_aux_loss_coef": None}, {"aux_loss_coef": 0.125}, 0.125),
+        ({}, {}, 0.0),
+    ],
+)
+def test_the_auxiliary_loss_has_the_weight_that_config_json_names(whole: Any, of_text: Any, weight: float):
+    text = SimpleNamespace(**of_text)
+    model = HuggingFaceModel(WithAuxiliary(SimpleNamespace(**whole, get_text_config=lambda: text)))
+    assert model.context_length is None, "config.json says none"
+    text.max_position_embeddings = 7
+    assert model.context_length == 7
+    tokens = torch.arange(8).view(2, 4)
+    trained, evaluated = (model.train(mode)(tokens, tokens).item() for mode in (True, False))
+    assert trained - evaluated == pytest.approx(2 * weight, abs=1e-6)
+
+
+def test_a_model_without_layers_in_a_list_is_refused():
+    with pytest.raises(ConfigError, match=r"Linear has no nn\.ModuleList of decoder layers"):
+        HuggingFaceModel(nn.Linear(2, 2))
+
+
+def test_a_folder_that_would_be_overwritten_is_refused_only_where_it_is(tmp_path: Path):
+    source = folder_of("llama", tmp_path / "run" / "hugging_face")
+    for save, out, message in ((True, "run", "would be overwritten"), (False, "run", None), (True, "other", None)):
+        settings = {"out_dir": str(tmp_path / out)}
+        config = config_for(tmp_path, source, model={"save_hugging_face": save}, train=settings)
+        with nullcontext() if message is None else pytest.raises(ConfigError, match=message):
+            check_model(config, build_language_model(config.model, seed=0, device=torch.device("meta")))
+
+
+def test_a_folder_that_is_none_and_files_that_are_missing_are_named(tmp_path: Path):
+    config = config_for(tmp_path, tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match=r"nowhere': there is no such folder"):
+        build_language_model(config.model, seed=0)
+    (tmp_path / "empty").mkdir()
+    for pretrained in (True, False):
+        config = config_for(tmp_path, tmp_path / "empty", model={"pretrained": pretrained})
+        with pytest.raises(ConfigError) as raised:
+            build_language_model(config.model, seed=0)
+        assert "empty': " in str(raised.value)
+        assert ("model.pretrained = false draws new weights" in str(raised.value)) is pretrained
+
+
+def test_weights_that_are_missing_are_not_written(tmp_path: Path):
+    source, target = folder_of("llama", tmp_path / "source", layers=1), tmp_path / "target"
+    model = build_language_model(config_for(tmp_path, source).model, seed=0)
+    weights = {name: tensor for name, tensor in model.state_dict().items() if "mlp.down_proj" not in name}
+    with pytest.raises(ValueError, match=r"no weights of '.*mlp\.down_proj\.weight' are there to write"):
+        save_hugging_face(weights, str(source), target, print)
+    assert not target.exists()

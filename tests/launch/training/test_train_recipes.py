@@ -4,10 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tiny_run import tiny_config
 
 from maingrad.launch import simulate
 from maingrad.launch.config.run import Config, ConfigError
+from maingrad.launch.training import loading
 from maingrad.launch.training.train import train
 
 EXPERTS = {"num_experts": 4, "top_k": 2, "expert_ffn_dim": 16}
@@ -91,3 +93,27 @@ def test_what_does_not_go_together(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=r"train\.recipe"):
             tiny_config(tmp_path, **sections)
+
+
+@pytest.mark.parametrize("emulate", [False, True])
+def test_a_device_without_kernels_is_said_with_a_remedy(
+    emulate: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The recipe is asked for as it is set, on the run's device, for the dtype that is computed in."""
+    asked: list[Any] = []
+
+    def takes(recipe: Any, tensor: torch.Tensor, name: str) -> None:
+        asked.append((recipe.emulate, tensor.dtype, tensor.device.type, name))
+        if not recipe.emulate:
+            raise RuntimeError("no kernels here")
+
+    monkeypatch.setattr(loading, "takes_recipe", takes)
+    settings = {"recipe": "mxfp8", "emulate_recipe": emulate}
+    config = tiny_config(tmp_path, train=settings, model={"param_dtype": "bfloat16"})
+    if emulate:
+        assert loading.load_recipe(config, torch.device("cpu")) is not None
+    else:
+        with pytest.raises(ConfigError, match=r"no kernels here; set train\.emulate_recipe = true"):
+            loading.load_recipe(config, torch.device("cpu"))
+    assert asked == [(emulate, torch.bfloat16, "cpu", "train.recipe")]
+    assert loading.load_recipe(tiny_config(tmp_path), torch.device("cpu")) is None

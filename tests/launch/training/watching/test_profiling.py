@@ -85,6 +85,7 @@ def test_a_window_beyond_the_end_is_closed_at_the_end(tmp_path: Path):
     [
         ({"first_step": 1, "memory": True}, "profile.memory = True: records CUDA's allocator, and this run is on cpu"),
         ({"num_steps": 2}, "profile.num_steps = 2: has no effect without profile.first_step"),
+        ({"first_step": 1, "ranks": [0, 1]}, r"profile.ranks = .*: names rank\(s\) \[1\] of 1"),
         ({"first_step": 1, "ranks": [0, 0]}, "must name different ranks"),
         ({"first_step": 1, "trace": False}, "profile.trace = False: records nothing without profile.memory"),
     ],
