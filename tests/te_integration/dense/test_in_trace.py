@@ -5,6 +5,7 @@
 
 import contextlib
 import copy
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import patch
@@ -27,9 +28,10 @@ from maingrad.te_integration import (
     WgradQueue,
     autocast,
     delayed_wgrad,
+    recipes,
 )
 from maingrad.te_integration.dense import compiled_linear, embedding
-from maingrad.te_integration.head import linear_cross_entropy
+from maingrad.te_integration.head import compiled_head, linear_cross_entropy
 
 K, N, V = 32, 48, 33
 FUSED: dict[str, Any] = {"fuse_wgrad_accumulation": True}
@@ -218,11 +220,46 @@ def test_what_a_graph_cannot_hold_is_a_break() -> None:
         half(x.bfloat16())
     assert len(broken) == 1, "a block of the traced code itself"
     assert breaks(Embedding(V, K, **FUSED), tokens(0)) == 0
-    for options, expected in (({}, 0), ({"max_norm": 1.0}, 1)):
-        lookup = Embedding(V, K, **options, **FUSED)
+    for max_norm, expected in ((None, 0), (1.0, 1)):
+        lookup = Embedding(V, K, max_norm=max_norm, **FUSED)
         kept = wrap(lookup)
-        assert breaks(lookup, tokens(0)) == expected, options
+        assert breaks(lookup, tokens(0)) == expected, max_norm
     del ddp, kept
+
+
+@pytest.mark.parametrize("recipe", RECIPES[:-1], ids=lambda recipe: type(recipe).__name__)
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.sampled(8)
+def test_a_compiler_is_told_the_shapes_that_come(recipe: Any, transposed: bool) -> None:
+    number, rows, dtype = recipes.number_of(recipe), 15, torch.bfloat16
+    weights = [torch.ones(K, N).to(dtype)] if transposed else [torch.ones(n, K).to(dtype) for n in (32, 16)]
+    forward = torch.ones(rows, K).to(dtype), weights, None, number, transposed
+    backward = torch.ones(rows, N).to(dtype), weights, number, transposed
+    run = compiled_linear
+    for needs in itertools.product((False, True), repeat=2):
+        for real, fake, given in (
+            (run._forward, run._fake_forward, forward),
+            (run._backward, run._fake_backward, backward),
+        ):
+            found, told = (each(*given, *needs) for each in (real, fake))  # type: ignore[operator]
+            assert forms_of(found) == forms_of(told)
+
+
+def forms_of(found: Any) -> list[Any]:
+    return [(each.shape, each.dtype) for each in found]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_compiler_is_told_the_shapes_of_a_heads_gradients(dtype: torch.dtype) -> None:
+    run, targets, options = compiled_head, torch.arange(5), (-100, 0.1, 0.01, None, 1.0, False, 4)
+    hidden, weight = torch.ones(5, K, dtype=dtype), torch.ones(V, K, dtype=dtype)
+    losses = [each(hidden, weight, None, targets, *options) for each in (run._losses, run._fake_losses)]
+    assert forms_of(losses[0]) == forms_of(losses[1])
+    operands = [losses[0][0], losses[0][1], hidden, weight, targets, torch.ones(V, dtype=dtype)]
+    for needs in itertools.product((False, True), repeat=3):
+        found, told = (each(operands, *options, *needs) for each in (run._grads, run._fake_grads))
+        assert forms_of(found) == forms_of(told)
+        assert forms_of(run._fake_backward(operands, *options, needs[0], needs[2])) == forms_of(told[::2])
 
 
 def test_inputs_that_do_not_fit_are_refused_as_in_eager_code() -> None:

@@ -208,6 +208,23 @@ def test_what_is_returned_beside_the_output(return_bias: bool, return_norm: bool
     assert mlp.layer_norm_weight.main_grad.any()
 
 
+def test_parameters_are_made_where_and_as_the_program_says() -> None:
+    module = LayerNormMLP(FEATURES, HIDDEN, device="meta", params_dtype=torch.float64)
+    assert len(list(module.parameters())) == 6
+    assert all(param.is_meta and param.dtype is torch.float64 for param in module.parameters())
+
+
+@pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
+def test_a_zero_centred_norm_in_fp64_is_exact(normalization: str) -> None:
+    made = LayerNormMLP(FEATURES, HIDDEN, dtype=torch.float64, normalization=normalization, zero_centered_gamma=True)
+    plain = LayerNormMLP(FEATURES, HIDDEN, dtype=torch.float64, normalization=normalization)
+    with torch.no_grad():
+        made.layer_norm_weight.copy_(torch.linspace(-1, 1, FEATURES, dtype=torch.float64) / 3)
+        plain.layer_norm_weight.copy_(made.layer_norm_weight + 1)
+    x = torch.linspace(-1, 1, 3 * FEATURES, dtype=torch.float64).view(3, FEATURES).sin()
+    torch.testing.assert_close(made.normalize(x), plain.normalize(x), rtol=1e-14, atol=1e-14)
+
+
 def test_initialisation() -> None:
     def constant(value: float) -> Callable[[Tensor], Tensor]:
         return lambda weight: nn.init.constant_(weight, value)
