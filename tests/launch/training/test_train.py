@@ -26,6 +26,7 @@ from maingrad.launch.model.gpt import GPT
 from maingrad.launch.training.loading import validation_batch
 from maingrad.launch.training.metrics import MetricsWriter, read_metrics
 from maingrad.launch.training.pace import Pace, lr_factor
+from maingrad.launch.training.run_state import write_resolved
 from maingrad.launch.training.runtime import Runtime, process_group_from_env, versions
 from maingrad.launch.training.signals import StopRequest
 from maingrad.launch.training.train import TrainResult, train
@@ -573,3 +574,10 @@ def test_what_is_not_installed_is_recorded_as_such(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(importlib.metadata, "version", version)
     assert versions()["triton"] == "not installed"
+
+
+def test_outside_of_a_repository_there_is_no_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    monkeypatch.chdir(tmp_path)
+    write_resolved(tiny_config(tmp_path), 1)
+    assert json.loads((tmp_path / "run" / "resolved_config.json").read_text())["git_commit"] is None
