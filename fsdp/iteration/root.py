@@ -117,8 +117,6 @@ class Root:
 
         # 2. Modules register the whole parameters. Hooks on inputs will tell that backward has passed the forward.
         forward = self.forward_inside(unit)
-        # A recompute sees what is frozen now, as it does without units.
-        forward.trains = not (self._frozen if task == -1 else self._is_frozen())
         hooks = BackwardHooks(forward, self._trace_of(task))
         self._running.append(hooks)
         unit.registered.show_whole(frozen=not forward.trains)
@@ -141,7 +139,10 @@ class Root:
 
     def forward_inside(self, unit: Unit) -> UnitForward:
         """A forward of ``unit`` that starts inside the forwards under way."""
-        return UnitForward(unit, tuple(running.forward.unit for running in self._running))
+        forward = UnitForward(unit, tuple(running.forward.unit for running in self._running))
+        # A recompute sees what is frozen now, as it does without units.
+        forward.trains = not (self._frozen if current_backward() == -1 else self._is_frozen())
+        return forward
 
     def post_forward(self, unit: Unit, outputs: Any) -> Any:
         """A unit's forward has ended. Returns its outputs, cast by the policy."""

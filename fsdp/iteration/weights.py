@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ...ddp.torch_internals import are_saves_packed, current_backward, delivers_to_all
+from ..unit.unit import Unit
 from ..unit.weight_unit import WeightUnit
 from .hooks import ForwardTrace, UnitForward, delivers_to_any
 
@@ -34,8 +35,8 @@ class WeightAsks:
         self._asked: dict[WeightUnit, UnitForward] = {}  # by forwards that have not ended
         # Forwards that have left a graph, of the last outermost forward and of recomputes. Backward asks for the last
         # first; it does not say which forward it asks for.
-        self._forwards: dict[WeightUnit, list[tuple[UnitForward, ForwardTrace]]] = {}
-        self._entered: WeightUnit | None = None  # that backward asked for last
+        self._forwards: dict[Unit, list[tuple[UnitForward, ForwardTrace]]] = {}
+        self._entered: tuple[UnitForward, ForwardTrace] | None = None  # that backward asked for last
 
     @property
     def _root(self) -> "Root":
@@ -47,7 +48,7 @@ class WeightAsks:
 
     def for_forward(self, unit: WeightUnit) -> None:
         """A module asks for its weights in forward."""
-        if are_saves_packed() and any(pair.whole.requires_grad for pair in unit.pairs):
+        if are_saves_packed() and _trains(unit):
             raise RuntimeError(
                 f"{unit.label} is asked for under hooks on saved tensors (torch.utils.checkpoint with "
                 f"use_reentrant=False, save_on_cpu): the module would get another tensor in backward, which gathers "
@@ -62,27 +63,28 @@ class WeightAsks:
         forward = self._asked.pop(unit, None)
         if forward is None:
             return
-        has_graph = torch.is_grad_enabled()
+        has_graph, trace = torch.is_grad_enabled(), self._root.trace
+        kept = self._forwards.get(unit, [])
+        if trace.task == -1:
+            # Backwards of earlier forwards are predicted alike, and those that recomputed are over.
+            kept = [each for each in kept if each[1] is trace or (not has_graph and each[1].task == -1)]
         if has_graph:
-            trace = self._root.trace
             trace.add(forward)
-            kept = self._forwards.get(unit, [])
-            if trace.task == -1:
-                kept = [each for each in kept if each[1] is trace]  # backwards of earlier ones are predicted alike
-            self._forwards[unit] = [*kept, (forward, trace)]
+            kept = [*kept, (forward, trace)]
+        self._forwards[unit] = kept
         self._root.release_after_forward(unit, has_graph=has_graph)
 
     # ---- Backward. ----
 
     def enter(self, unit: WeightUnit) -> None:
         """A module asks for its weights in backward, or for memory of their gradient; the first of these enters."""
-        forward, trace = self._last_forward(unit)
         task = current_backward()
+        forward, trace = self._last_forward(unit, task)
         if forward.entered == task:
             return
-        before, self._entered = self._entered, unit
-        if before is not None and before is not unit and not any(pair.whole.requires_grad for pair in before.pairs):
-            self._leave(before, task)  # nobody hands over gradients of frozen weights
+        before, self._entered = self._entered, (forward, trace)
+        if before is not None and before[0].entered == task and not _trains(before[0].unit):
+            self._leave(*before, task)  # nobody hands over gradients of frozen weights
         forward.entered = task
         self._root.pre_backward(forward, trace, task, delivers=delivers_to_all())
 
@@ -93,30 +95,34 @@ class WeightAsks:
     def finalize(self, unit: WeightUnit, wgrads: Sequence[Tensor | None]) -> None:
         """A module hands over gradients, of a group's weights in their order."""
         self.enter(unit)
+        task = current_backward()
         for pair, wgrad in zip(unit.pairs, wgrads, strict=True):
             if wgrad is not None and pair.whole.requires_grad and self.delivers_to(pair.whole):
                 unit.deliver(pair.whole, wgrad)
         for bucket in unit.buckets:
             if bucket.trainable:
                 bucket.record_stream()
-        self._leave(unit, current_backward())
+        self._leave(*self._last_forward(unit, task), task)
 
-    def _leave(self, unit: WeightUnit, task: int) -> None:
-        """Backward has passed the last forward of the group that it has entered."""
-        forward, trace = self._last_forward(unit)
-        if forward.entered != task:
-            return  # of a backward that has ended
+    def _leave(self, forward: UnitForward, trace: ForwardTrace, task: int) -> None:
+        """Backward has passed a forward that it has entered."""
         forward.passed = task
         if trace.task != -1:  # a recomputed forward is passed once
-            self._forwards[unit].remove((forward, trace))
+            self._forwards[forward.unit].remove((forward, trace))
         self._root.post_backward(forward, trace, task)
 
-    def _last_forward(self, unit: WeightUnit) -> tuple[UnitForward, ForwardTrace]:
-        task = current_backward()
-        for forward, trace in reversed(self._forwards.get(unit, [])):
+    def _last_forward(self, unit: WeightUnit, task: int) -> tuple[UnitForward, ForwardTrace]:
+        kept = self._forwards.get(unit, [])
+        for forward, trace in reversed(kept):
             if not trace.is_passed(forward, task):
                 return forward, trace
-        raise RuntimeError(
-            f"backward asks for {unit.label} more often than its module's forwards have: each backward asks once for "
-            f"each forward that has left a graph"
-        )
+        if not kept:
+            raise RuntimeError(f"backward asks for {unit.label}, and no forward of its module has left a graph")
+        # One backward goes through several outermost forwards. It has passed the last one, and an earlier one is alike.
+        for forward, _ in kept:
+            forward.entered = forward.passed = -1
+        return kept[-1]
+
+
+def _trains(unit: Unit) -> bool:
+    return any(pair.whole.requires_grad for pair in unit.pairs)

@@ -133,10 +133,9 @@ class _Sent(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         key, *sent = ctx.saved_tensors
-        _, _, _, _, _, *needed = ctx.needs_input_grad  # alike on all ranks
-        wanted = [grad for grad, needs in zip(grads, needed, strict=False) if needs]
-        gone = iter(_back_op(wanted, key, sent, ctx.form, ctx.rows, None) if wanted else ())
-        return None, None, None, None, None, *(next(gone) if needs else None for needs in needed)
+        # All go back if one needs it, as in eager code, where one function permutes them: x may need none on one rank.
+        gone = _back_op(list(grads[: len(ctx.needs_input_grad) - 5]), key, sent, ctx.form, ctx.rows, None)
+        return None, None, None, None, None, *gone
 
 
 class _Returned(torch.autograd.Function):

@@ -79,8 +79,8 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.fsdp.iteration.root",
-                "Root.pre_forward",
-                "forward.trains = not (self._frozen if task == -1 else self._is_frozen())",
+                "Root.forward_inside",
+                "forward.trains = not (self._frozen if current_backward() == -1 else self._is_frozen())",
                 "forward.trains = not self._frozen",
             ),
         ],

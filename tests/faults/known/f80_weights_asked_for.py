@@ -60,7 +60,7 @@ FAULTS = [
         "80f-gradients-that-were-handed-over-wait",
         sentence="The reduction of a weight waits for the end of the backward.",
         tests=[HERE + "test_reduction_starts_when_the_gradient_is_handed_over"],
-        changes=[Change(ASKS, "WeightAsks.finalize", "self._leave(unit, current_backward())", "pass")],
+        changes=[Change(ASKS, "WeightAsks.finalize", "self._leave(*self._last_forward(unit, task), task)", "pass")],
     ),
     Fault(
         "80g-the-gradient-of-another-use-is-dropped",
@@ -73,5 +73,24 @@ FAULTS = [
         sentence="Under hooks on saved tensors a module gets another tensor back, and computes with freed memory.",
         tests=[HERE + "test_saved_tensors_that_come_back_as_others_are_refused"],
         changes=[Change(ASKS, "WeightAsks.for_forward", "if are_saves_packed() and", "if False and")],
+    ),
+    Fault(
+        "80i-one-backward-through-two-forwards",
+        sentence="A backward through two forwards of the model passes a weight in the last one alone, and raises.",
+        tests=[HERE + "test_one_backward_may_go_through_several_forwards"],
+        changes=[Change(ASKS, "WeightAsks._last_forward", "if not kept:", "if True:")],
+    ),
+    Fault(
+        "80j-weights-of-a-frozen-model-train",
+        sentence="A backward through the frozen model is an iteration's for the weights that modules ask for.",
+        tests=[HERE + "test_a_frozen_model_lets_gradients_through"],
+        changes=[
+            Change(
+                "maingrad.fsdp.iteration.root",
+                "Root.forward_inside",
+                "forward.trains = not (",
+                "forward.trains = hasattr(unit, 'owner') or not (",
+            )
+        ],
     ),
 ]

@@ -298,6 +298,62 @@ def test_forwards_may_wait_for_their_backwards() -> None:
     simulate(several_forwards, 2)
 
 
+def one_backward(kind: str) -> None:
+    """A backward through two outermost forwards, under ``no_sync`` and outside."""
+    found = []
+    for asked in (False, True):
+        model = make(kind, asked=asked)
+        for final in (False, True):
+            with nullcontext() if final else model.no_sync():
+                sum(model(batch(int(final), index)).square().mean() for index in range(2)).backward()
+        found.append(grads_of(model))
+        assert not gathered(model)
+    torch.testing.assert_close(found[1], found[0])  # a weight's sum over ranks comes after each forward, not once
+
+
+@pytest.mark.parametrize("kind", ["blocks", "used twice"])
+def test_one_backward_may_go_through_several_forwards(kind: str) -> None:
+    simulate(one_backward, 2, kind)
+
+
+def freeze_all(kind: str) -> None:
+    """A backward through the frozen model, between iterations, as a discriminator's."""
+    found = []
+    for asked in (False, True):
+        model = make(kind, asked=asked)
+        one_iteration(model, 0, 1)
+        model.zero_grad()
+        model.requires_grad_(False)
+        x = batch(0, 0).requires_grad_()
+        model(x).square().mean().backward()
+        assert all(param.grad is None for param in model.parameters())
+        model.requires_grad_(True)
+        one_iteration(model, 1, 2)
+        assert x.grad is not None
+        found.append({**grads_of(model), "x": x.grad})
+    assert_alike(found[1], found[0])
+
+
+@pytest.mark.parametrize("kind", ["blocks", "recomputed"])
+def test_a_frozen_model_lets_gradients_through(kind: str) -> None:
+    simulate(freeze_all, 2, kind)
+
+
+def recompute_frozen() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(recompute=True), nn.Linear(WIDTH, 4))
+    model[0].linear.weight.requires_grad_(False)
+    fully_shard(model, distributed_weights=True)
+    for step in range(3):
+        one_iteration(model, step, 1)
+        model.zero_grad()
+    assert max(map(len, root_of(model).weights._forwards.values())) <= 1
+
+
+def test_recomputes_of_frozen_weights_are_forgotten() -> None:
+    simulate(recompute_frozen, 2)
+
+
 class Failing(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

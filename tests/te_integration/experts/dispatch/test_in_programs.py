@@ -119,6 +119,20 @@ def test_a_graph_that_holds_its_exchanges_has_the_same_gradients(how: str) -> No
             torch.testing.assert_close(one, other, rtol=0.0, atol=1e-6)
 
 
+def run_unlike(compiled: bool) -> list[Tensor | None]:
+    block, x = Block(STATIC), make_tokens(dist.get_rank(), 5).x.requires_grad_(dist.get_rank() == 0)
+    y = (torch.compile(block, backend="aot_eager", fullgraph=True) if compiled else block)(x)
+    y.square().sum().backward()
+    return [y.detach(), x.grad, *(param.grad for param in block.parameters())]
+
+
+@pytest.mark.in_turn
+def test_x_may_need_a_gradient_on_some_ranks_alone() -> None:
+    """Probabilities need one on all: the same tensors travel in each rank's backward."""
+    for found, expected in zip(simulate(run_unlike, 2, True), simulate(run_unlike, 2, False), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0.0, atol=1e-6)
+
+
 @pytest.mark.in_turn
 @pytest.mark.parametrize("at_sender", [False, True])
 def test_a_compiled_graph_keeps_every_exchange(at_sender: bool) -> None:
