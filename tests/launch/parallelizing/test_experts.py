@@ -136,7 +136,7 @@ def test_compiled_layers_train_alike() -> None:
         torch._dynamo.reset()
         assert_same(simulate(compiled, RANKS, parallel), without_ep("mixtral"), unfused=True)
     torch._dynamo.reset()
-    with pytest.raises(Exception, match=r"torch.compiler.disable"):
+    with pytest.raises(Exception, match=r"torch.compiler.disable|Unsupported"):
         simulate(compiled, RANKS, "zero1", fullgraph=True)
 
 
