@@ -155,8 +155,7 @@ class MixtureOfExperts(nn.Module):
             is_padding = is_padding.reshape(-1)
             expert_ids = expert_ids.masked_fill(is_padding[:, None], self.num_experts)
         chosen = tokens, expert_ids, routing.probs
-        dispatcher, queue = self.dispatcher, self.experts.queue_now()
-        if torch.compiler.is_compiling() and dispatcher is not None and not dispatcher.runs_in_graph(queue):
+        if torch.compiler.is_compiling() and not self._sends_in_graph():
             y, splits = run_outside_graph(MixtureOfExperts._of_experts, self, *chosen)
         else:
             y, splits = self._of_experts(*chosen)
@@ -165,6 +164,9 @@ class MixtureOfExperts(nn.Module):
             return y, None
         mean_probs = _token_mean(routing.all_probs, is_padding)
         return y, RouterStats(splits, mean_probs, router_z_loss(routing.logits, is_padding))
+
+    def _sends_in_graph(self) -> bool:
+        return self.dispatcher is None or self.dispatcher.runs_in_graph(self.experts.queue_now())
 
     def _of_experts(self, tokens: Tensor, expert_ids: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """``y`` [T, D], and the rows of each expert that this rank's tokens make."""
