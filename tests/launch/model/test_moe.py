@@ -447,8 +447,8 @@ def test_on_the_gpu_the_host_waits_for_nothing():
     wrapped = DistributedDataParallel(ffn)
 
     def microbatch() -> None:
-        y, loss = wrapped(x)
-        torch.autograd.backward([y, loss.weighted], [dy, None])
+        y, stats = wrapped(x)
+        torch.autograd.backward([y, router_losses([stats], config()).weighted], [dy, None])
 
     with wrapped.no_sync():
         microbatch()  # compiles
@@ -467,7 +467,8 @@ def test_a_captured_block_follows_other_tokens():
     ffn.requires_grad_(False)
 
     def run() -> tuple[Tensor, Tensor, Tensor]:
-        y, loss = ffn(x)
+        y, stats = ffn(x)
+        loss = router_losses([stats], config())
         (dx,) = torch.autograd.grad([y, loss.weighted], x, [dy, None])
         return y.detach(), dx, loss.max_load
 
