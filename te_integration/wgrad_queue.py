@@ -41,8 +41,9 @@ class WgradQueue:
     If a module with pending entries was freed, draining computes all other entries, drops these, and raises
     ``RuntimeError`` with the name of the module.
 
-    fill_waits  a backward that waits for tensor-parallel ranks, or for rows of experts, first computes what is pending.
-                Leave it off in a pipeline whose schedule says when weight gradients are computed
+    fill_waits  a backward that waits for tensor-parallel ranks, or for rows of experts, first computes a half of what is
+                pending, the oldest entries: so the next wait has work too. Leave it off in a pipeline whose schedule
+                says when weight gradients are computed
 
     Keep a reference to the queue until it is drained: modules and graphs refer to it weakly. If a queue with pending
     entries is freed, the next optimizer step over their weights raises an error that names them.
@@ -120,6 +121,12 @@ class WgradQueue:
         """Compute everything in bucket order, so that each bucket is complete, and reduced, as early as possible."""
         self._run(lambda entry: True, key=_bucket_of)
 
+    def drain_half(self) -> None:
+        """Compute the older half of what is pending, rounded up, in queue order."""
+        entries = tuple(self._entries)
+        older = entries[: -(-len(entries) // 2)]
+        self._run(lambda entry: entry in older, key=lambda entry: 0)
+
     def drain_microbatch(self, index: int) -> None:
         """Compute the entries of microbatch ``index``, if any, in bucket order."""
         self._run(lambda entry: entry.pending.microbatch == index, key=_bucket_of)
@@ -179,7 +186,7 @@ class WgradQueue:
 
 
 Filling: TypeAlias = "weakref.ref[WgradQueue] | None"
-"""A queue that waits of the backward compute what is pending of; None: there is none."""
+"""A queue of which waits of the backward compute a half; None: there is none."""
 
 
 def filling(queue: WgradQueue | None) -> Filling:
@@ -188,10 +195,14 @@ def filling(queue: WgradQueue | None) -> Filling:
 
 
 def fill_wait(waiting: Filling) -> None:
-    """While a collective runs, compute what the queue holds."""
+    """While a collective runs, compute a half of what the queue holds.
+
+    Backward waits twice a layer of experts, and the layer's weight gradients come between the two waits: a queue that
+    the second one empties has nothing for the first one of the layer before.
+    """
     queue = None if waiting is None else waiting()
     if queue is not None:
-        queue.drain()
+        queue.drain_half()
 
 
 def drain_modules(model: nn.Module) -> None:

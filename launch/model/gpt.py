@@ -22,7 +22,7 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ...te_integration import Embedding, Linear, LinearCrossEntropy, TokenDispatcher, autocast
+from ...te_integration import Embedding, Linear, LinearCrossEntropy, TokenDispatcher, WgradQueue, autocast
 from ...te_integration.dense.products import Ranks
 from ...te_integration.dense.tensor_parallel import from_rows
 from ..config.run import ModelConfig
@@ -224,9 +224,10 @@ class GPT(nn.Module):
     def share_experts(self, rank: int, size: int, mesh: DeviceMesh | None, transport: str = "all_to_all") -> None:
         """Keep the ``rank``-th of ``size`` parts of the experts: see ``MixtureOfExperts``."""
         dispatcher = None if mesh is None else TokenDispatcher(self.config.num_experts, mesh, transport)
+        queue = WgradQueue(fill_waits=True)
         for block in self.blocks:
             if isinstance(block.ffn, MixtureOfExperts):
-                block.ffn.share_experts(rank, size, mesh, dispatcher)
+                block.ffn.share_experts(rank, size, mesh, dispatcher, queue)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
         """``tokens`` [B, T] int64 -> logits [B, T, V], or with ``targets`` [B, T] the mean cross-entropy in nats, fp32.

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ...te_integration import GroupedMLP, TokenDispatcher, moe_permute_with_probs, moe_unpermute
+from ...te_integration import GroupedMLP, TokenDispatcher, WgradQueue, moe_permute_with_probs, moe_unpermute
 from ...te_integration.dense.compiled_wgrad import run_outside_graph
 from ..config.run import ModelConfig
 from ..parallelizing.experts import keep_own
@@ -127,15 +127,24 @@ class MixtureOfExperts(nn.Module):
         if config.shared_expert_ffn_dim:
             self.shared = FeedForward(config, config.shared_expert_ffn_dim, device, delay_wgrad=delay_wgrad)
 
-    def share_experts(self, rank: int, size: int, mesh: DeviceMesh | None, dispatcher: TokenDispatcher | None) -> None:
+    def share_experts(
+        self,
+        rank: int,
+        size: int,
+        mesh: DeviceMesh | None,
+        dispatcher: TokenDispatcher | None,
+        queue: WgradQueue,
+    ) -> None:
         """Keep the ``rank``-th of ``size`` parts of the experts: the ranks of ``mesh`` send each other tokens.
 
         mesh, dispatcher  None only for a plan, which runs no forward
+        queue             of experts that delay their weight gradients: one of all blocks, so that the waits of one
+                          block's backward compute those of the block behind it
         """
         keep_own(self.experts, self.experts.weight_names, rank, size, mesh)
         self.experts.num_gemms = self.num_experts // size
         if self.experts.wgrad_queue is not None:
-            self.experts.wgrad_queue.fill_waits = True
+            self.experts.wgrad_queue = queue
         self.dispatcher = dispatcher
 
     @property

@@ -68,6 +68,8 @@ def train(config: Config, *, stop: StopRequest | None = None, display: Display |
     """
     check_packages(config)
     runtime = current_runtime(config.train.device, config.mesh)
+    remedy = 'needs GPUs, which address each other\'s memory; on CPUs set "all_to_all"'
+    config.mesh.require(config.mesh.transport != "symmetric" or runtime.device.type == "cuda", "transport", remedy)
     out_dir = Path(config.train.out_dir)
     metrics = MetricsWriter(out_dir / "metrics.jsonl" if runtime.is_main else None)
     display = display or Display(is_main=runtime.is_main)

@@ -9,7 +9,7 @@ from tiny_run import tiny_config
 from torch import nn
 
 from maingrad.launch import simulate
-from maingrad.launch.config.run import Config
+from maingrad.launch.config.run import Config, ConfigError
 from maingrad.launch.training.metrics import read_metrics
 from maingrad.launch.training.train import _Trainer, train
 
@@ -148,7 +148,7 @@ EXPERTS = {
 ROUTERS = ("load_balancing_loss", "router_z_loss", "max_expert_load")
 
 
-def run_experts(folder: Path, parallel: str, ranks: int, mesh: dict[str, int], **sections: Any) -> list[float]:
+def run_experts(folder: Path, parallel: str, ranks: int, mesh: dict[str, Any], **sections: Any) -> list[float]:
     """Losses, those of the routers too, and norms. One microbatch: balance is over the tokens of one on all ranks."""
     train = {"num_microbatches": 1} | sections.pop("train", {})
     model = EXPERTS | sections.pop("model", {})
@@ -242,3 +242,8 @@ def test_each_rank_draws_for_its_heads_and_tokens(tmp_path: Path, monkeypatch: p
     run(tmp_path, "zero1", 4, mesh={"cp": 2} | HALVES, **changes)
     seeds = [seed for of_rank in drawn.values() for seed in of_rank]
     assert len(set(seeds)) == len(seeds) == 4 * 3
+
+
+def test_gpus_memory_is_not_looked_for_on_cpus(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"mesh\.transport = 'symmetric': needs GPUs"):
+        run_experts(tmp_path, "zero1", 2, {"ep": 2, "transport": "symmetric"})
