@@ -41,9 +41,9 @@ class WgradQueue:
     If a module with pending entries was freed, draining computes all other entries, drops these, and raises
     ``RuntimeError`` with the name of the module.
 
-    fill_waits  a backward that waits for tensor-parallel ranks, or for rows of experts, first computes a half of what is
-                pending, the oldest entries: so the next wait has work too. Leave it off in a pipeline whose schedule
-                says when weight gradients are computed
+    fill_waits  a backward that waits for tensor-parallel ranks, or for rows of experts, first computes a half of what
+                is pending, the oldest entries: so the next wait has work too. Leave it off in a pipeline whose
+                schedule says when weight gradients are computed
 
     Keep a reference to the queue until it is drained: modules and graphs refer to it weakly. If a queue with pending
     entries is freed, the next optimizer step over their weights raises an error that names them.

@@ -93,8 +93,8 @@ class TokenDispatcher:
                    and in backward their gradients, travel to the experts in 8 bits
 
     All ranks call it in one order, a rank without tokens too. One dispatcher may serve all layers. Backward computes
-    a half of what a ``WgradQueue(fill_waits=True)`` holds while rows travel. Compiled code holds both methods in its graph, or
-    breaks it: see ``runs_in_graph``.
+    a half of what a ``WgradQueue(fill_waits=True)`` holds while rows travel. Compiled code holds both methods in its
+    graph, or breaks it: see ``runs_in_graph``.
     Raises ``ValueError`` for a transport that is not known, and experts that do not divide over the ranks.
     """
 
@@ -143,7 +143,7 @@ class TokenDispatcher:
         x           [T, D]  tokens of this rank
         expert_ids  [T, k]  see ``row_id_map``: an id of E drops the copy
         probs       [T, k]  travel with the rows; None: give them to ``combine``, or none count
-        queue               with ``fill_waits``: backward drains a half while rows travel; None: that of ``delayed_wgrad``
+        queue               with ``fill_waits``: backward computes half of it meanwhile; None: that of ``delayed_wgrad``
         meanwhile           runs while rows travel, as a shared expert: its result is the handle's ``meanwhile``
 
         Rows are sorted by expert, then by sender. Rows behind the last expert's may hold anything.
