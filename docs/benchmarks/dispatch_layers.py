@@ -208,7 +208,8 @@ def write_report(rows, bench):
 
 def run(bench):
     ranks = Ranks.from_env(bench.timeout)
-    rows = bench_layers(bench, ranks)
+    with ranks.attempt(with_groups=True):
+        rows = bench_layers(bench, ranks)
     if ranks.rank == 0:
         log(write_report(rows, bench))
 
