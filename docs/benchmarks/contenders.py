@@ -32,6 +32,7 @@ from maingrad import ddp, fsdp, te_integration
 from maingrad.ddp.buckets.buffer import MappedPool
 from maingrad.ddp.torch_internals.distributed import zero_cta_options
 from maingrad.te_integration import autocast
+from maingrad.te_integration.wgrad_queue import drain_modules
 
 LEARNING_RATE = 1e-4
 PREFETCH = 2
@@ -157,6 +158,8 @@ def ours(case, form, *, graphed=False, recipe=None, optimizer_options=None, **ho
     elif how.get("muon"):
         optimizer_options = {"param_groups": ddp.muon_groups(model, lr=LEARNING_RATE).groups}
     options = {"graphed": graphed, "recipe": recipe, "optimizer_options": optimizer_options}
+    if how.get("ep") == "delayed":
+        options["after"] = partial(drain_modules, model)  # a half of what the last wait has found
     tokens, loss_of = case.tokens(), case.loss_of
     if how.get("fused_loss") == "in_forward":
         loss_of = partial(loss_of, grad_scale=1 / len(tokens))  # as ``accumulate`` divides

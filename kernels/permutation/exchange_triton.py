@@ -31,7 +31,7 @@ from torch import Tensor
 from ..compat import device_of
 from ..triton_support import Launches, kinds_of, num_multiprocessors
 
-__all__ = ["FEW", "FLAGS_NBYTES", "MANY", "Exchange", "Shape", "copy_rows", "meet"]
+__all__ = ["FLAGS_NBYTES", "Exchange", "copy_rows", "meet"]
 
 FLAGS_NBYTES = 1024
 """In front of the halves; for 256 ranks."""
@@ -40,21 +40,13 @@ _WORDS = {1: torch.uint8, 2: torch.int16}
 """In which rows are copied, by the bytes that divide them; others as int32."""
 
 
-class Shape(NamedTuple):
-    """Programs of a copy."""
-
-    programs: int
-    """0: ``_PROGRAMS_PER_MULTIPROCESSOR`` of them."""
-    num_warps: int
-    tile: int
-    """Words of 4 bytes that a program copies at a time: what is in flight for it."""
-
-
 _PROGRAMS_PER_MULTIPROCESSOR = 4
-MANY = Shape(0, 4, 4096)
-"""The fastest. Two H200, 32 MB of rows, half of them for the other rank: pull 57 us, push 50."""
-FEW = Shape(32, 16, 16384)
-"""Leaves multiprocessors to products that run meanwhile: pull 61 us, push 65."""
+_TILE = 4096
+"""Words of 4 bytes that a program copies at a time: what is in flight for it. Its four warps are Triton's default.
+
+Two H200, 32 MB of rows, half of them for the other rank: pull 57 us, push 50. Fewer, larger programs were to leave
+multiprocessors to products beside the copy: with 32 of them both took longer than one after the other.
+"""
 _SPINS_PER_SECOND = 1_000_000
 """About: a look at a flag takes about a microsecond."""
 
@@ -201,9 +193,7 @@ def meet(
     _launch(_launch_meet, (1, 1), pointers, numbers, (exchange.rank, ranks, own, *blocks, *switches))
 
 
-def copy_rows(
-    exchange: Exchange, offset: int, rows: Tensor, plan: Tensor, *, routed: bool, write: bool, shape: Shape
-) -> None:
+def copy_rows(exchange: Exchange, offset: int, rows: Tensor, plan: Tensor, *, routed: bool, write: bool) -> None:
     """Rows from this rank's half, where rows that were sent nowhere are 0; ``write``: to it.
 
     offset  bytes in front of them in either half
@@ -215,23 +205,23 @@ def copy_rows(
     nbytes = words.shape[1] * words.element_size()
     align = min(16, nbytes & -nbytes)
     words = words.view(_WORDS.get(align, torch.int32))
-    block = min(_power_of_2(words.shape[1]), shape.tile)
-    tile = align, min(shape.tile // block, _MOST_ROWS), block
+    block = min(_power_of_2(words.shape[1]), _TILE)
+    tile = align, min(_TILE // block, _MOST_ROWS), block
     constants = (exchange.rank, exchange.num_ranks, plan.shape[0] // 2, routed, write, *tile)
-    programs = shape.programs or _PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors(rows.device)
+    programs = _PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors(rows.device)
     pointers = (words, exchange.buffers, exchange.num_exchanges, plan)
     numbers = (*words.shape, FLAGS_NBYTES + offset, exchange.half_nbytes)
     grid = (programs, -(-words.shape[1] // block))
-    _launch(_launch_copy, grid, pointers, numbers, constants, num_warps=shape.num_warps)
+    _launch(_launch_copy, grid, pointers, numbers, constants)
 
 
 def _launch(
     kernel: Launches, grid: tuple[int, int], pointers: tuple[Tensor, ...], numbers: tuple[int, ...],
-    constants: tuple[Any, ...], **options: int,
+    constants: tuple[Any, ...],
 ) -> None:  # fmt: skip
-    key = (pointers[0].device, kinds_of(*pointers), numbers, constants, *options.values())
+    key = pointers[0].device, kinds_of(*pointers), numbers, constants
     with device_of(pointers[0]):
-        kernel(key, (*grid, 1), *pointers, *numbers, *constants, **options)
+        kernel(key, (*grid, 1), *pointers, *numbers, *constants)
 
 
 def _power_of_2(number: int) -> int:

@@ -48,7 +48,7 @@ def meet(ranks: list[Any], counts: list[Tensor] | None, received: list[Received]
 
 
 def copy(rows: Tensor, place: Any, *arguments: Any, **options: Any) -> None:
-    exchange_triton.copy_rows(*place, rows, *arguments, **options, shape=exchange_triton.MANY)
+    exchange_triton.copy_rows(*place, rows, *arguments, **options)
 
 
 def places(exchange: Any, num_experts: int, tensors: list[Tensor], most_sent: int) -> list[Any]:

@@ -20,14 +20,7 @@ from ...torch_internals import symmetric_memory
 from .transport import Meanwhile
 
 if HAS_TRITON:
-    from ....kernels.permutation.exchange_triton import (
-        FEW,
-        FLAGS_NBYTES,
-        MANY,
-        Exchange,
-        copy_rows,
-        meet,
-    )
+    from ....kernels.permutation.exchange_triton import FLAGS_NBYTES, Exchange, copy_rows, meet
     from ....kernels.triton_support import is_interpreted
 
 __all__ = ["Route", "SymmetricExchange"]
@@ -126,15 +119,14 @@ class SymmetricExchange:
         exchange, offsets = self._places(sources, route)
         most = self.num_received or 0
         results = [each.new_empty(route.rows if back else most, *each.shape[1:]) for each in tensors]
-        shape = MANY if meanwhile is None else FEW
 
         def run() -> None:
             # Rows of the receiver are routed by the plan, on either side of the meeting.
             for offset, source in zip(offsets, sources, strict=True):
-                copy_rows(exchange, offset, source, route.plan, routed=back, write=True, shape=shape)
+                copy_rows(exchange, offset, source, route.plan, routed=back, write=True)
             meet(exchange, counts, route.plan, route.splits, most, self.timeout)
             for offset, result in zip(offsets, results, strict=True):
-                copy_rows(exchange, offset, result, route.plan, routed=not back, write=False, shape=shape)
+                copy_rows(exchange, offset, result, route.plan, routed=not back, write=False)
 
         if meanwhile is None:
             run()
