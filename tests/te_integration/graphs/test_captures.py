@@ -1,6 +1,7 @@
 """What a capture runs, which memory its graphs share, and what they give away."""
 
 import weakref
+from typing import ClassVar
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ def linear(**options):
 @pytest.mark.parametrize("warmups", [1, 2])
 def test_each_kind_of_arguments_is_tried_once(warmups):
     class Counting(nn.Linear):
-        seen: list[int] = []
+        seen: ClassVar[list[int]] = []
 
         def forward(self, x):
             self.seen.append(len(x))

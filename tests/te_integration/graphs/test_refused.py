@@ -247,7 +247,7 @@ def test_a_wrapper_of_torch_and_what_is_no_module():
             make_graphed_callables([TorchDDP(nn.Linear(WIDTH, WIDTH))], samples(1))
 
     simulate(on_a_rank, 1)
-    with pytest.raises(TypeError, match="module 0 .* must be a module, not a function"):
+    with pytest.raises(TypeError, match=r"module 0 .* must be a module, not a function"):
         make_graphed_callables([lambda x: x], samples(1))
 
 
