@@ -271,7 +271,6 @@ def test_a_forward_whose_graph_is_gone_beside_another_contribution(beside: str) 
         gc.collect()
         with pytest.raises(RuntimeError, match=r"has added its gradient, and its backward has not come"):
             model(*batch(0)).backward()
-    waiting = None
     check(model, expected)
 
 
