@@ -266,7 +266,7 @@ def test_a_forward_whose_graph_is_gone_beside_another_contribution(beside: str) 
             model(*batch(1)).backward()
             model(*batch(2))
         else:
-            gone, waiting = model(*batch(1)), model(*batch(2))
+            gone, _waiting = model(*batch(1)), model(*batch(2))
             del gone
         gc.collect()
         with pytest.raises(RuntimeError, match=r"has added its gradient, and its backward has not come"):
