@@ -208,3 +208,13 @@ def test_layers_of_a_chunk_may_return_lists():
     for parts in (chunks, [layers]):
         losses += ScheduleExecutor(schedule, parts).run([batch(1)], lambda y, microbatch: y.square().sum())
     assert torch.equal(*losses)
+    assert list(chunks[0].parameters()) == list(layers[1].parameters())
+    assert [name for name, _ in chunks[0].named_parameters("block")] == ["block.1.weight", "block.1.bias"]
+
+
+def test_attributes_that_the_layer_has_are_set_there():
+    layer = nn.Linear(WIDTH, WIDTH)
+    (graphed,) = make_graphed_callables([layer], [(batch(),)])
+    graphed.note = "its own"
+    graphed.out_features = 1
+    assert layer.out_features == graphed.out_features == 1 and not hasattr(layer, "note")

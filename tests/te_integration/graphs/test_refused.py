@@ -241,7 +241,7 @@ def test_a_module_that_cannot_be_captured(make, error):
         make_graphed_callables([make()], samples(1))
 
 
-def test_a_wrapper_of_torch_and_what_is_no_module():
+def test_a_wrapper_of_torch_what_is_no_module_and_a_later_module():
     def on_a_rank():
         with pytest.raises(ValueError, match="give the layers inside of the wrapper"):
             make_graphed_callables([TorchDDP(nn.Linear(WIDTH, WIDTH))], samples(1))
@@ -249,6 +249,8 @@ def test_a_wrapper_of_torch_and_what_is_no_module():
     simulate(on_a_rank, 1)
     with pytest.raises(TypeError, match=r"module 0 .* must be a module, not a function"):
         make_graphed_callables([lambda x: x], samples(1))
+    with pytest.raises(ValueError, match=r"module 1 \(Linear\) has hooks"):
+        make_graphed_callables([nn.Linear(WIDTH, WIDTH), hooked()], samples(2))
 
 
 def test_experts_whose_rows_the_host_reads():
