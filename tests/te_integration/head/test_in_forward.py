@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from foreign import ForeignProvider
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
@@ -203,7 +204,9 @@ def test_where_the_host_does_not_wait_another_gradient_leaves_nan(monkeypatch: p
     assert head.weight.main_grad.isnan().any(), "norms and checks of gradients find it"
 
 
-@pytest.mark.parametrize("scale", [torch.tensor(1024.0), torch.tensor([0.5]), 0.0], ids=["0-dim", "1-dim", "none left"])
+@pytest.mark.parametrize(
+    "scale", [torch.tensor(1024.0), torch.tensor([[0.5]]), 0.0], ids=["0-dim", "2-dim", "none left"]
+)
 def test_scales_of_many_kinds(scale: Any) -> None:
     plain, model = ddp(Model("recompute")), ddp(Model("in_forward"))
     (plain(*batch(0)) * scale).backward()
@@ -257,13 +260,15 @@ def test_a_weight_that_changes_between_forward_and_backward(change: str) -> None
     check(model, expected)
 
 
-@pytest.mark.parametrize("beside", ["a backward that came", "a forward that waits"])
+@pytest.mark.parametrize("beside", ["a backward that came", "a forward that waits", "a backward of the other mode"])
 def test_a_forward_whose_graph_is_gone_beside_another_contribution(beside: str) -> None:
     """What it has added cannot be taken out of the sum."""
     model, expected = pair()
     with model.no_sync():
-        if beside == "a backward that came":
+        if beside != "a forward that waits":
+            model.module.head.mode = "recompute" if "other mode" in beside else "in_forward"
             model(*batch(1)).backward()
+            model.module.head.mode = "in_forward"
             model(*batch(2))
         else:
             gone, _waiting = model(*batch(1)), model(*batch(2))
@@ -297,6 +302,16 @@ def test_without_a_wrapper_any_gradient_may_come() -> None:
         (3 * model(*batch(0))).backward()
     for one, other in zip(early.parameters(), plain.parameters(), strict=True):
         assert torch.equal(one.grad, other.grad)
+
+
+def test_under_a_foreign_provider_any_gradient_may_come() -> None:
+    early, plain = (LinearCrossEntropy(K, V, mode=mode) for mode in ("in_forward", "recompute"))  # type: ignore[arg-type]
+    early.load_state_dict(plain.state_dict())
+    providers = [ForeignProvider(head) for head in (early, plain)]
+    x, targets = torch.randn(4, K), torch.arange(4)
+    for head in (early, plain):
+        (3 * head(x, targets)).backward()
+    assert torch.equal(early.weight.main_grad, plain.weight.main_grad) and all(each.seen for each in providers)
 
 
 def test_graphs_of_layers_refuse_it() -> None:

@@ -221,6 +221,7 @@ def test_autocast_casts_as_a_linear_layer() -> None:
     hidden, targets = data(dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         loss = head(hidden, targets)
+        assert torch.equal(head(hidden.bfloat16(), targets), loss)
         logits = head.logits(hidden)
     assert logits.dtype is torch.bfloat16
     torch.testing.assert_close(loss, F.cross_entropy(logits.float().view(-1, V), targets.view(-1)))
