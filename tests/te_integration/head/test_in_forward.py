@@ -304,6 +304,35 @@ def test_without_a_wrapper_any_gradient_may_come() -> None:
         assert torch.equal(one.grad, other.grad)
 
 
+def test_a_backward_of_the_other_mode_after_a_forward_whose_graph_is_gone() -> None:
+    """It takes back what that forward has added; and what it writes itself is no more to be taken back."""
+    model, expected = pair()
+    head = model.module.head
+    model(*batch(1))
+    gc.collect()
+    head.mode = "recompute"
+    with model.no_sync():
+        model(*batch(0)).backward()
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        assert torch.equal(parameter.main_grad, gradient)
+    head.mode = "in_forward"
+    model(*batch(2))
+    gc.collect()
+    with pytest.raises(RuntimeError, match="its backward has not come"):
+        model(*batch(0))
+    check(model, expected)
+
+
+def test_an_iteration_may_end_after_a_forward_whose_graph_is_gone() -> None:
+    model, expected = pair()
+    model(*batch(1))
+    gc.collect()
+    model.module.layer(torch.ones(1, K)).sum().backward()
+    model.finish_grad_sync()
+    assert not model.module.head.weight.main_grad.any()
+    check(model, expected)
+
+
 def test_under_a_foreign_provider_any_gradient_may_come() -> None:
     early, plain = (LinearCrossEntropy(K, V, mode=mode) for mode in ("in_forward", "recompute"))  # type: ignore[arg-type]
     early.load_state_dict(plain.state_dict())
