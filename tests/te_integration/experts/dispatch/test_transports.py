@@ -274,11 +274,14 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
 
 
 def test_the_ranks_may_be_a_mesh() -> None:
-    def group_size() -> int:
+    def outputs() -> list[Tensor]:
         mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep"))
-        return TokenDispatcher(EXPERTS, mesh["ep"]).group.size()
+        tokens, experts = make_tokens(dist.get_rank(), 6), experts_of(mesh.get_local_rank("ep"), 2)
+        return [
+            routed(tokens, experts, TokenDispatcher(EXPERTS, ranks)) for ranks in (mesh["ep"], mesh.get_group("ep"))
+        ]
 
-    assert simulate(group_size, 4) == [2] * 4
+    assert all(torch.equal(*found) for found in simulate(outputs, 4))
 
 
 @pytest.mark.parametrize("options", [{}, {"transport": "capacity", "capacity": 12}], ids=str)
