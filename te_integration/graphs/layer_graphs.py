@@ -205,8 +205,10 @@ class LayerGraphs:
         for buffer, grad in zip(self._output_grads, output_grads, strict=True):
             if grad is None:
                 buffer.zero_()
-            elif grad.data_ptr() != buffer.data_ptr() or grad.stride() != buffer.stride():
+            elif grad.data_ptr() != buffer.data_ptr():
                 buffer.copy_(grad, non_blocking=True)
+            elif grad.stride() != buffer.stride():
+                buffer.copy_(grad.clone())  # a hook has made it a transposed view of the buffer itself
         self._backward = backward
         self._replay(Kind.DGRAD, self._now)
         self._forward, self._is_computed = None, False

@@ -71,9 +71,9 @@ def make_graphed_callables(
         raise ValueError(f"num_warmup_iters must be 1 or more, not {num_warmup_iters}: a trial shows what a layer does")
     if not torch.is_grad_enabled():
         raise RuntimeError("make_graphed_callables while gradients are disabled: there is no backward to capture")
-    device = device_of(modules, tensors_in(samples))
     for index, module in enumerate(modules):
         check_capturable(module, f"module {index} ({type(module).__name__})")
+    device = device_of(modules, tensors_in(samples))
 
     made: list[LayerGraphs] = []
     stream = None if pool is None else pool.stream

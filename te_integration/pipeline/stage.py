@@ -141,7 +141,7 @@ class PipelineStage(pipelining.PipelineStage):
         Backwards are counted here. A schedule that splits backwards sets ``last_backward`` only at its last W, which is
         too late for gradients that are complete in B.
         """
-        final = self._launches_early and (last_backward or self._num_backwards + 1 == self.chunks)
+        final = self._launches_early and self._num_backwards + 1 == self.chunks
         if self._begun_in is None:
             self._begun_in = [parts.iteration for parts in self._parts]
         loss = bwd_kwargs["stage_output"]

@@ -279,7 +279,7 @@ def test_the_input_without_a_gradient_and_the_weights_with_and_the_reverse(form:
     assert kept is not None or "no bias" in form
 
 
-@pytest.mark.parametrize("shape", [(0,), (6,), (2, 3), (2, 1, 3)], ids=str)
+@pytest.mark.parametrize("shape", [(), (0,), (6,), (2, 3), (2, 1, 3)], ids=str)
 @pytest.mark.parametrize("listed", [False, True])
 def test_any_number_of_leading_dims_and_splits_as_a_list(shape: tuple[int, ...], listed: bool) -> None:
     module = make(2, scale_bias=True)
@@ -336,6 +336,23 @@ def test_fp32_parameters_under_autocast(packed: bool, fuse: bool, save_original_
     assert (kept is not None) is fuse
 
 
+def test_experts_of_several_dtypes_under_autocast() -> None:
+    module, plain = (make(4, bias=False) for _ in range(2))
+    for each in (module, plain):
+        for param in each.parameters():
+            param.data = param.data.bfloat16().float()
+    module.weight0.data, module.weight3.data = module.weight0.data.bfloat16(), module.weight3.data.bfloat16()
+    found = []
+    for each in (module, plain):
+        case = case_of(*SPLITS["padded"])
+        with torch.autocast("cpu", torch.bfloat16):
+            output = each(case.x, case.splits)
+        output.backward(case.dy.bfloat16())
+        found.append([output.detach(), case.x.grad, *(param.grad.bfloat16() for param in each.parameters())])
+    for mine, expected in zip(*found, strict=True):
+        assert torch.equal(mine, expected)
+
+
 # ---- The caller's memory. ----
 
 
@@ -360,6 +377,14 @@ def test_output_and_input_gradient_in_the_callers_memory(form: str, device: str)
         assert not module.scale_bias or torch.equal(case.scales.grad, other.scales.grad)
     for mine, theirs in zip(module.parameters(), plain.parameters(), strict=True):
         assert torch.equal(mine.grad, theirs.grad)
+
+
+def test_the_callers_memory_may_be_of_inference_mode() -> None:
+    module, case = make(4), case_of(*SPLITS["uneven"])
+    with torch.inference_mode():
+        out = torch.full((17, 21), torch.nan)
+        assert module(case.x, case.splits, out=out).data_ptr() == out.data_ptr()
+        assert torch.equal(out, module(case.x, case.splits))
 
 
 def test_scales_that_need_no_gradient_still_scale_the_biases() -> None:
@@ -396,6 +421,7 @@ def test_memory_that_was_filled_again_too_early_is_noticed(device: str, monkeypa
             lambda: torch.empty(17, 21, dtype=torch.float64),
             r"out must be .*; got \(17, 21\), torch.float64 on cpu",
         ),
+        ("out", lambda: torch.empty(17, 21, device="meta"), r"out must be .* on cpu; got .* on meta"),
         ("out", lambda: torch.empty(17, 21, requires_grad=True), r"out is memory .* must not require a gradient"),
         ("grad_input", lambda: torch.empty(17, 21), r"grad_input must be \(17, 13\)"),
     ],

@@ -411,6 +411,8 @@ def test_inputs_that_do_not_fit_are_refused() -> None:
         module(batch.x[:, 1:], batch.splits, batch.probs)
     with pytest.raises(ValueError, match=r"experts.*a probability for each row"):
         module(batch.x, batch.splits, batch.probs[1:])
+    with pytest.raises(ValueError, match=r"a probability for each row, \(2, 3\); got probs of \(3, 2\)"):
+        module(batch.x.view(2, 3, -1), batch.splits, batch.probs.view(3, 2))
     with pytest.raises(ValueError, match=r"experts: the input is torch\.float16"):
         module(batch.x.half(), batch.splits, batch.probs)
     scaled = make_experts(scale_bias=True, name="experts")

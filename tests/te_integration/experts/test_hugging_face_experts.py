@@ -17,11 +17,17 @@ from torch.nn.utils.parametrize import register_parametrization
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, use_experts_implementation
 
 import maingrad.fsdp as fsdp
-from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
+from maingrad.ddp import (
+    WORLD_OF_ONE,
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    DistributedOptimizer,
+)
 from maingrad.launch import simulate
 from maingrad.te_integration import (
     Float8CurrentScaling,
     MXFP8BlockScaling,
+    TokenDispatcher,
     WgradQueue,
     autocast,
     convert_linears,
@@ -235,6 +241,11 @@ def test_an_implementation_of_the_programs_own_runs(registered: str, own_impleme
     wrapped.finish_grad_sync()
     assert_same_gradients(model, plain)
     assert not any(record.num_fused_writes for record in wrapped.records if ".experts." in record.name)
+    if registered == "afterwards":
+        experts = model.model.layers[0].mlp.experts
+        experts.dispatcher = TokenDispatcher(4, WORLD_OF_ONE)
+        with pytest.raises(RuntimeError, match="experts_implementation='thrice' knows no other ranks"):
+            experts(torch.randn(1, 32), torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1))
 
 
 @pytest.fixture
@@ -336,8 +347,29 @@ def test_experts_called_by_themselves() -> None:
     nothing.sum().backward()
     wrapped.finish_grad_sync()
     assert not experts.gate_up_proj.main_grad.count_nonzero()
-    with pytest.raises(TypeError, match="takes hidden_states, top_k_index and top_k_weights"):
-        experts(x)
+    for given in ({}, {"top_k_index": index}, {"routing_weights": probs}):
+        with pytest.raises(TypeError, match="takes hidden_states, top_k_index and top_k_weights"):
+            experts(x, **given)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert experts(x, index, probs).dtype is torch.float32, "that of the hidden states"
+
+
+def test_experts_with_another_activation_or_gate_of_their_own() -> None:
+    model = tiny("mixtral", layers=1, hidden_act="gelu")
+    model.set_experts_implementation("eager")
+    experts = model.model.layers[0].mlp.experts
+    plain, x, index, probs = (
+        copy.deepcopy(experts),
+        torch.randn(5, 32),
+        torch.arange(10).view(5, 2) % 4,
+        torch.rand(5, 2),
+    )
+    assert convert_linears(model).converted
+    torch.testing.assert_close(experts(x, index, probs), plain(x, index, probs), rtol=1e-4, atol=1e-5)
+    replaced = tiny("mixtral", layers=1)
+    replaced.model.layers[0].mlp.experts._apply_gate = lambda gate_up: gate_up.chunk(2, dim=-1)[0]
+    reason = convert_linears(replaced).skipped["model.layers.0.mlp.experts"]
+    assert "_apply_gate was replaced on this instance" in reason
 
 
 @pytest.mark.parametrize("choice", [{"moe_topk": [1, 3]}, {"top_k_experts": 2}])

@@ -91,6 +91,11 @@ def test_what_does_not_fit_is_refused():
         moe_permute(x, ids.float(), 4)
     with pytest.raises(ValueError, match="num_experts=0"):
         moe_permute(x, ids, 0)
+    for shape in ((4,), (4, 0), (4, 2, 1)):
+        with pytest.raises(ValueError, match=r"row_id_map needs integer expert_ids \[tokens, k\]"):
+            moe_permute(x, torch.zeros(shape, dtype=torch.int64), 4)
+    with pytest.raises(ValueError, match=r"needs tokens \[T, D\] .* got \(4, 3, 1\)"):
+        moe_permute(x[:, :, None], ids, 4)
 
 
 @pytest.mark.parametrize("experts", [2**15 - 1, 2**15, 2**16 + 1])

@@ -148,8 +148,9 @@ def test_what_does_not_fit_is_named() -> None:
     h, scales = operands(5)
     with pytest.raises(ValueError, match=r"a scale for each of its rows; got \(5, 24\) and \(4,\)"):
         ScaledSwiGLU()(h, scales[:4])
-    with pytest.raises(ValueError, match=r"an input \[..., 2 features\]"):
-        ScaledSwiGLU()(h[:, 1:], scales)
+    for given, of_rows in ((h[:, 1:], scales), (h[0, 0], scales), (h, scales[:, None])):
+        with pytest.raises(ValueError, match=r"an input \[..., 2 features\]"):
+            ScaledSwiGLU()(given, of_rows)
     with pytest.raises(ValueError, match="ScaledSwiGLU does not support glu_interleave_size=32"):
         ScaledSwiGLU(32)
     with pytest.raises(ValueError, match="test needs a gated activation"):
@@ -160,6 +161,12 @@ def test_what_does_not_fit_is_named() -> None:
         glu_options("test", "swiglu", {"glu_linear_offset": 1.0})
     with pytest.raises(ValueError, match="only clamped_swiglu takes any"):
         glu_options("test", "swiglu", {"limit": 1.0})
+
+
+def test_what_it_is_is_said() -> None:
+    assert repr(ScaledSwiGLU()) == "ScaledSwiGLU()"
+    clamped = ScaledClampedQGeGLU(limit=3.0, alpha=1.5, glu_linear_offset=0.0)
+    assert repr(clamped) == "ScaledClampedQGeGLU(limit=3.0, alpha=1.5, glu_linear_offset=0.0)"
 
 
 @pytest.mark.gpu

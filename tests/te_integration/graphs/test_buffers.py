@@ -35,6 +35,10 @@ def test_microbatches_one_after_the_other_need_the_memory_of_one():
     assert memory(in_turn(2), 2) == memory(in_turn(4), 4) == 4
 
 
+def test_a_single_microbatch_shares_with_nobody_and_copies_nothing():
+    assert memory(in_turn(1), 1) == 2  # x and dy: y and dx stay where they are computed
+
+
 @pytest.mark.parametrize("count", [2, 4])
 def test_delayed_gradients_keep_their_operands(count):
     # x and dy of each microbatch until its W; what a D gives to autograd is used up, and y too

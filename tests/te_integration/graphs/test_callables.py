@@ -91,6 +91,8 @@ def test_a_callable_in_the_place_of_its_layer_keeps_the_keys_of_the_state_dict()
     assert list(net.state_dict()) == keys
     assert not net.load_state_dict(other.state_dict()).unexpected_keys
     assert all(map(torch.equal, net.state_dict().values(), other.state_dict().values()))
+    kept = net.state_dict(keep_vars=True)
+    assert all(kept[name.replace("module.", "")] is param for name, param in net.named_parameters())
     assert torch.equal(net(batch()), other(batch()).detach())  # the graphs read what was loaded
     with pytest.raises(RuntimeError, match="Unexpected key"):
         net.load_state_dict({**other.state_dict(), "first.more": torch.ones(1)})
@@ -389,16 +391,19 @@ class Sum(nn.Module):
         return x + y
 
 
-def test_a_gradient_that_two_layers_get_stays_until_the_second_reads_it():
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_gradient_that_two_layers_get_stays_until_the_second_reads_it(microbatches):
     outcomes = []
     for graphed in (False, True):
         torch.manual_seed(0)
         layers = [*(nn.Linear(WIDTH, WIDTH) for _ in range(3)), Sum()]
-        run = layers
+        calls = layers * microbatches
         if graphed:
-            run = make_graphed_callables(layers, [*samples(3), (batch(grad=True), batch(grad=True))], order=[1, -1])
+            given = [*samples(3), (batch(grad=True), batch(grad=True))] * microbatches
+            calls = make_graphed_callables(layers, given, order=[1, -1] * microbatches)
         for k in range(2):
-            x = batch(k, grad=True)
+            x, first = batch(k, grad=True), 4 * k % len(calls)
+            run = calls[first : first + 4]
             run[3](run[0](x), run[2](run[1](x))).square().sum().backward()
         outcomes.append([param.grad for layer in layers for param in layer.parameters()])
     assert all(map(torch.equal, *outcomes))

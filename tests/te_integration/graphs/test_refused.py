@@ -8,8 +8,10 @@ from graphed import ROWS, WIDTH
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from maingrad.ddp import DistributedDataParallel
+from maingrad.ddp.graphs.capture import CapturedGraph, GraphPool
 from maingrad.fsdp import fully_shard
 from maingrad.launch import simulate
 from maingrad.te_integration import (
@@ -20,6 +22,7 @@ from maingrad.te_integration import (
     graphed_chunks,
     make_graphed_callables,
 )
+from maingrad.te_integration.graphs.layer_graphs import LayerGraphs
 from maingrad.te_integration.pipeline import ScheduleError, parse_order
 
 
@@ -158,6 +161,10 @@ def test_numbers_that_do_not_fit():
         make_graphed_callables([layer], samples(1), num_layers_per_chunk=[1])
     with pytest.raises(TypeError, match="sample_args is a list of tuples"):
         make_graphed_callables([layer], x())
+    with pytest.raises(ValueError, match="sample_kwargs has 2 entries, and there are 1 callables"):
+        make_graphed_callables([layer], samples(1), sample_kwargs=[{}, {}])
+    with torch.no_grad(), pytest.raises(RuntimeError, match="while gradients are disabled: there is no backward"):
+        make_graphed_callables([layer], samples(1))
     with pytest.raises(ValueError, match="num_warmup_iters must be 1 or more"):
         make_graphed_callables([layer], samples(1), num_warmup_iters=0)
     (graphed,) = make_graphed_callables([layer], samples(1), order=[1, -1])
@@ -166,6 +173,8 @@ def test_numbers_that_do_not_fit():
     two = make_graphed_callables([layer], samples(2), order=[1, 1, -1, -1])
     with pytest.raises(ValueError, match="2 callables for 1 microbatches of 1 layers"):
         graphed_chunks(two, parse_order([1, -1], num_layers_per_chunk=[1]))
+    with pytest.raises(ValueError, match="this schedule knows no layers"):
+        graphed_chunks(two, parse_order([1, 1, -1, -1]))
     assert ddp.is_clear
 
 
@@ -202,6 +211,12 @@ def compiled():
     return layer
 
 
+def with_a_buffer_elsewhere():
+    layer = nn.Linear(WIDTH, WIDTH)
+    layer.register_buffer("mask", torch.ones(1, device="meta"))
+    return layer
+
+
 @pytest.mark.parametrize(
     "make, error",
     [
@@ -211,16 +226,31 @@ def compiled():
         (foreign_consumer, "writes main_grad in its own backward"),
         (compiled, "is compiled"),
         (lambda: torch.compile(nn.Linear(WIDTH, WIDTH)), "is compiled"),
+        (lambda: nn.Sequential(torch.jit.script(nn.Linear(WIDTH, WIDTH))), "'0' .* is compiled"),
         (lambda: DelayingLinear(WIDTH, WIDTH), "delays weight gradients by itself"),
         (lambda: wrapped(nn.Linear(WIDTH, WIDTH)), "give the layers inside"),
         (lambda: nn.Linear(WIDTH, WIDTH, device="meta"), "one device"),
+        (with_a_buffer_elsewhere, "one device.* tensors are on cpu, meta"),
     ],
     ids=lambda each: getattr(each, "__name__", None),
 )
 @pytest.mark.sampled(20)
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
 def test_a_module_that_cannot_be_captured(make, error):
     with pytest.raises(ValueError, match=error):
         make_graphed_callables([make()], samples(1))
+
+
+def test_a_wrapper_of_torch_what_is_no_module_and_a_later_module():
+    def on_a_rank():
+        with pytest.raises(ValueError, match="give the layers inside of the wrapper"):
+            make_graphed_callables([TorchDDP(nn.Linear(WIDTH, WIDTH))], samples(1))
+
+    simulate(on_a_rank, 1)
+    with pytest.raises(TypeError, match=r"module 0 .* must be a module, not a function"):
+        make_graphed_callables([lambda x: x], samples(1))
+    with pytest.raises(ValueError, match=r"module 1 \(Linear\) has hooks"):
+        make_graphed_callables([nn.Linear(WIDTH, WIDTH), hooked()], samples(2))
 
 
 def test_experts_whose_rows_the_host_reads():
@@ -284,7 +314,9 @@ class ReadsOnce(nn.Module):
 
 
 @pytest.mark.parametrize("order", [None, [1, -1, -1.5]])
-def test_a_capture_that_fails_leaves_the_model_as_it_was(order):
+def test_a_capture_that_fails_leaves_the_model_as_it_was(order, monkeypatch):
+    freed, reset = [], LayerGraphs.reset
+    monkeypatch.setattr(LayerGraphs, "reset", lambda graphs: (freed.append(graphs), reset(graphs)))
     good, bad = linear(), ReadsOnce(eager=4)
     ddp = wrapped(good, bad)
     with torch.no_grad():
@@ -297,6 +329,7 @@ def test_a_capture_that_fails_leaves_the_model_as_it_was(order):
     with pytest.raises(RuntimeError, match="not permitted when capturing") as raised:
         make_graphed_callables([good, bad], samples(2), order=order, num_layers_per_chunk=order and [2])
     assert any("nothing was captured" in note for note in raised.value.__notes__)
+    assert len(freed) == 2, "memory goes, though the error with its traceback is kept"
     for name, param in ddp.named_parameters():
         assert torch.equal(param.main_grad, before[name])
         assert param.grad is None
@@ -326,6 +359,44 @@ def test_an_argument_of_another_kind(argument, error):
     (graphed,) = make_graphed_callables([nn.Linear(WIDTH, WIDTH)], samples(1))
     with pytest.raises(RuntimeError, match=error):
         graphed(argument())
+
+
+class Options(nn.Module):
+    def forward(self, x, *, scale=1.0, shift=0.0, negate=False):
+        return (-x if negate else x) * scale + shift
+
+
+@pytest.mark.parametrize(
+    "captured, called, error",
+    [
+        ({}, {"scale": 2.0}, "another structure"),
+        ({}, {"shift": torch.ones(1)}, "another structure"),
+        ({"negate": True}, {}, "another structure"),
+        ({"negate": True}, {"negate": False}, "the argument True is part of the graph; got False"),
+        ({"scale": torch.ones(1)}, {"shift": torch.ones(1)}, "another structure"),
+    ],
+)
+def test_keyword_arguments_are_those_of_the_capture(captured, called, error):
+    (graphed,) = make_graphed_callables([Options()], samples(1), sample_kwargs=[captured])
+    with pytest.raises(RuntimeError, match=error):
+        graphed(x(), **called)
+    graphed(x(), **captured).sum().backward()
+
+
+def test_the_number_of_arguments_is_that_of_the_capture():
+    (graphed,) = make_graphed_callables([nn.Linear(WIDTH, WIDTH)], samples(1))
+    for given in ((), (x(), x())):
+        with pytest.raises(RuntimeError, match="another structure"):
+            graphed(*given)
+
+
+def test_a_call_while_another_graph_is_captured():
+    (graphed,) = make_graphed_callables([nn.Linear(WIDTH, WIDTH)], samples(1))
+    with (
+        pytest.raises(RuntimeError, match="was called while another graph is captured"),
+        CapturedGraph(GraphPool(torch.device("cpu"))).capture(),
+    ):
+        graphed(x())
 
 
 def test_a_call_out_of_turn():
@@ -369,6 +440,11 @@ def test_weights_that_are_not_what_was_captured():
         graphed(x())
     (graphed,) = make_graphed_callables([layer], samples(1))
     kept.requires_grad_(False)
+    with pytest.raises(RuntimeError, match="it is not as it was captured"):
+        graphed(x())
+    layer = nn.BatchNorm1d(WIDTH)
+    (graphed,) = make_graphed_callables([layer], samples(1))
+    layer.running_mean = torch.ones(WIDTH)
     with pytest.raises(RuntimeError, match="it is not as it was captured"):
         graphed(x())
 
@@ -421,6 +497,13 @@ def test_gradients_that_only_the_layer_can_give():
         graphed(a).sum().backward()
     assert torch.equal(layer.weight.main_grad, before)
     assert ddp.is_clear
+    delayed = linear()
+    ddp = wrapped(delayed)
+    (graphed,) = make_graphed_callables([delayed], samples(1))
+    delayed.weight.register_hook(lambda grad: grad)
+    with pytest.raises(RuntimeError, match=r"the weight got a hook \(register_hook\) after the capture"):
+        graphed(a).sum().backward()
+    assert ddp.is_clear
     plain = nn.Linear(WIDTH, WIDTH)
     (graphed,) = make_graphed_callables([plain], samples(1))  # autograd delivers all gradients: every backward works
     (dx,) = torch.autograd.grad(graphed(a).sum(), a)
@@ -459,6 +542,27 @@ def test_a_reset_callable_runs_the_layer_and_the_others_their_graphs():
     assert all(map(torch.equal, *outcomes))
 
 
+def test_an_order_begins_anew_with_its_first_callable_that_was_not_reset():
+    layers = [nn.Linear(WIDTH, WIDTH) for _ in range(2)]
+    first, second = make_graphed_callables(layers, samples(2), order=[1, -1])
+    first.reset()
+    second(first(x()))  # an iteration that is given up
+    second(first(x())).sum().backward()
+    assert layers[0].weight.grad.any() and layers[1].weight.grad.any()
+
+
+def test_an_order_does_not_begin_anew_while_another_layers_gradient_waits():
+    """The dgrad of the layer that does not delay comes last."""
+    layers = [linear(delay_wgrad_compute=False), linear()]
+    ddp = wrapped(*layers)
+    first, second = make_graphed_callables(layers, samples(2), order=[1, -1, -1.5])
+    with ddp.no_sync():
+        second(first(x())).sum().backward()
+        with pytest.raises(RuntimeError, match="begins anew while 1 delayed weight gradients are pending"):
+            first(x())
+        second.backward_dw()
+
+
 @pytest.mark.parametrize("step", ["dgrad", "wgrad"])
 def test_a_reset_callable_has_no_graph_for_what_it_began(step):
     layer = linear()
@@ -467,7 +571,9 @@ def test_a_reset_callable_has_no_graph_for_what_it_began(step):
     loss = graphed(x()).sum()
     if step == "wgrad":
         loss.backward()
+    graphs = graphed._graphs._graphs.values()
     graphed.reset()
+    assert not any(graph.is_captured for graph in graphs), "what was begun keeps no memory"
     with pytest.raises(RuntimeError, match=f"the {step} of module 0 .* has freed its graph"):
         loss.backward() if step == "dgrad" else graphed.backward_dw()
     layer.wgrad_queue.clear()
@@ -485,3 +591,7 @@ def test_another_autocast_than_that_of_the_capture():
         graphed(x()).sum().backward()
     ddp.finish_grad_sync()
     assert layer.weight.main_grad.any()
+    with torch.autocast("cpu", torch.bfloat16):
+        (graphed,) = make_graphed_callables([nn.Linear(WIDTH, WIDTH)], samples(1))
+    with torch.autocast("cpu", torch.float16), pytest.raises(RuntimeError, match="autocast is not as it was captured"):
+        graphed(x())

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from foreign import ForeignProvider
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
@@ -16,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig
 from maingrad.fsdp import fully_shard
 from maingrad.launch import simulate
-from maingrad.te_integration import LinearCrossEntropy, make_graphed_callables
+from maingrad.te_integration import LinearCrossEntropy, linear_cross_entropy, make_graphed_callables
 from maingrad.te_integration.head import in_forward
 
 K, V, TOKENS = 8, 48, 14
@@ -203,13 +204,79 @@ def test_where_the_host_does_not_wait_another_gradient_leaves_nan(monkeypatch: p
     assert head.weight.main_grad.isnan().any(), "norms and checks of gradients find it"
 
 
-def test_a_scale_from_device_memory() -> None:
-    scale = torch.tensor(1024.0)
+@pytest.mark.parametrize(
+    "scale", [torch.tensor(1024.0), torch.tensor([[0.5]]), 0.0], ids=["0-dim", "2-dim", "none left"]
+)
+def test_scales_of_many_kinds(scale: Any) -> None:
     plain, model = ddp(Model("recompute")), ddp(Model("in_forward"))
     (plain(*batch(0)) * scale).backward()
     (model(*batch(0), grad_scale=scale) * scale).backward()
     for one, other in zip(plain.parameters(), model.parameters(), strict=True):
         assert torch.equal(one.grad, other.grad)
+
+
+def test_in_fp64_the_announced_gradient_is_exact() -> None:
+    plain, model = ddp(Model("recompute").double()), ddp(Model("in_forward").double())
+    for each in (plain, model):
+        each(*batch(0), num_tokens=7).backward()
+    for one, other in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-14, atol=0.0)
+
+
+class ByFunction(nn.Module):
+    """Its head is the function, with the embedding's weight."""
+
+    def __init__(self, mode: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.mode = nn.Embedding(V, K), mode
+
+    def forward(self, tokens: Tensor, targets: Tensor, grad_scale: float | None) -> Tensor:
+        options: Any = {"mode": self.mode, "grad_scale": grad_scale, "num_tokens": 11}
+        return linear_cross_entropy(self.embedding(tokens), self.embedding.weight, targets, **options)
+
+
+def test_the_function_writes_in_forward_too() -> None:
+    plain, model = ddp(ByFunction("recompute")), ddp(ByFunction("in_forward"))
+    (plain(*batch(0), None) / 2).backward()
+    loss = model(*batch(0), 0.5)
+    assert model.module.embedding.weight.main_grad.any(), "before any backward"
+    (loss / 2).backward()
+    torch.testing.assert_close(*(each.module.embedding.weight.main_grad for each in (plain, model)))
+
+
+@pytest.mark.parametrize("change", ["hook", "freeze"])
+def test_a_weight_that_changes_between_forward_and_backward(change: str) -> None:
+    model, expected = pair()
+    loss, weight = model(*batch(1)), model.module.head.weight
+    hook = weight.register_hook(lambda grad: grad) if change == "hook" else None
+    weight.requires_grad_(change == "hook")
+    with pytest.raises(RuntimeError, match=r"since then the weight got a hook, was frozen, or left its wrapper"):
+        loss.backward()
+    if hook is not None:
+        hook.remove()
+    weight.requires_grad_(True)
+    model.abandon_iteration()
+    check(model, expected)
+
+
+@pytest.mark.parametrize("beside", ["a backward that came", "a forward that waits", "a backward of the other mode"])
+def test_a_forward_whose_graph_is_gone_beside_another_contribution(beside: str) -> None:
+    """What it has added cannot be taken out of the sum."""
+    model, expected = pair()
+    with model.no_sync():
+        if beside != "a forward that waits":
+            model.module.head.mode = "recompute" if "other mode" in beside else "in_forward"
+            model(*batch(1)).backward()
+            model.module.head.mode = "in_forward"
+            model(*batch(2))
+        else:
+            gone, _waiting = model(*batch(1)), model(*batch(2))
+            del gone
+        gc.collect()
+        with pytest.raises(RuntimeError, match=r"has added its gradient, and its backward has not come"):
+            model(*batch(0)).backward()
+    check(model, expected)
 
 
 def test_gradients_of_inputs_alone_take_no_part() -> None:
@@ -235,6 +302,45 @@ def test_without_a_wrapper_any_gradient_may_come() -> None:
         (3 * model(*batch(0))).backward()
     for one, other in zip(early.parameters(), plain.parameters(), strict=True):
         assert torch.equal(one.grad, other.grad)
+
+
+def test_a_backward_of_the_other_mode_after_a_forward_whose_graph_is_gone() -> None:
+    """It takes back what that forward has added; and what it writes itself is no more to be taken back."""
+    model, expected = pair()
+    head = model.module.head
+    model(*batch(1))
+    gc.collect()
+    head.mode = "recompute"
+    with model.no_sync():
+        model(*batch(0)).backward()
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        assert torch.equal(parameter.main_grad, gradient)
+    head.mode = "in_forward"
+    model(*batch(2))
+    gc.collect()
+    with pytest.raises(RuntimeError, match="its backward has not come"):
+        model(*batch(0))
+    check(model, expected)
+
+
+def test_an_iteration_may_end_after_a_forward_whose_graph_is_gone() -> None:
+    model, expected = pair()
+    model(*batch(1))
+    gc.collect()
+    model.module.layer(torch.ones(1, K)).sum().backward()
+    model.finish_grad_sync()
+    assert not model.module.head.weight.main_grad.any()
+    check(model, expected)
+
+
+def test_under_a_foreign_provider_any_gradient_may_come() -> None:
+    early, plain = (LinearCrossEntropy(K, V, mode=mode) for mode in ("in_forward", "recompute"))  # type: ignore[arg-type]
+    early.load_state_dict(plain.state_dict())
+    providers = [ForeignProvider(head) for head in (early, plain)]
+    x, targets = torch.randn(4, K), torch.arange(4)
+    for head in (early, plain):
+        (3 * head(x, targets)).backward()
+    assert torch.equal(early.weight.main_grad, plain.weight.main_grad) and all(each.seen for each in providers)
 
 
 def test_graphs_of_layers_refuse_it() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from foreign import ForeignProvider
 from host_syncs import NoHostSync
 from loops import wrap
 from torch import Tensor, nn
@@ -108,6 +109,7 @@ def test_num_tokens_divides_the_sum() -> None:
     total = head(hidden, targets, reduction="sum")
     for count in (20, torch.tensor(20)):
         torch.testing.assert_close(head(hidden, targets, num_tokens=count), total / 20)
+        torch.testing.assert_close(linear_cross_entropy(hidden, head.weight, targets, num_tokens=count), total / 20)
     with pytest.raises(ValueError, match="num_tokens divides"):
         head(hidden, targets, num_tokens=3, reduction="sum")
 
@@ -219,6 +221,7 @@ def test_autocast_casts_as_a_linear_layer() -> None:
     hidden, targets = data(dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         loss = head(hidden, targets)
+        assert torch.equal(head(hidden.bfloat16(), targets), loss)
         logits = head.logits(hidden)
     assert logits.dtype is torch.bfloat16
     torch.testing.assert_close(loss, F.cross_entropy(logits.float().view(-1, V), targets.view(-1)))
@@ -262,13 +265,16 @@ def test_inputs_alone_and_weights_alone() -> None:
     assert ddp.records[0].num_fused_writes == 0
 
 
-def test_transforms_and_second_derivatives() -> None:
-    head = LinearCrossEntropy(K, V, dtype=torch.float64)
+@pytest.mark.parametrize("mode", ["recompute", "in_forward"])
+def test_transforms_and_second_derivatives(mode: Any) -> None:
+    head = LinearCrossEntropy(K, V, bias=True, dtype=torch.float64, mode=mode)
     hidden, targets = data()
+    ddp = wrap(head)
     found = torch.func.grad(lambda x: head(x, targets))(hidden.detach())
     torch.testing.assert_close(found, torch.autograd.grad(head(hidden, targets), hidden)[0])
     with pytest.raises(RuntimeError, match="second derivatives"):
         head(hidden, targets).backward(create_graph=True)
+    ddp.abandon_iteration()
 
 
 class LargestTensor(TorchDispatchMode):
@@ -350,7 +356,9 @@ def test_a_tied_weight_is_summed() -> None:
 def test_refused_arguments() -> None:
     for options, match in (
         ({"label_smoothing": 1.5}, "label_smoothing must be from 0 to 1"),
+        ({"label_smoothing": -0.1}, "label_smoothing must be from 0 to 1"),
         ({"logit_softcap": 0.0}, "logit_softcap must be above 0"),
+        ({"logit_softcap": -2.0}, "logit_softcap must be above 0"),
         ({"chunk_tokens": 0}, "chunk_tokens must be at least 1"),
         ({"mode": "now"}, "mode must be one of recompute, in_forward"),
         ({"reduction": "max"}, "reduction must be one of mean, sum, none"),
@@ -358,14 +366,23 @@ def test_refused_arguments() -> None:
     ):
         with pytest.raises(ValueError, match=match):
             LinearCrossEntropy(K, V, **options)
-    head = LinearCrossEntropy(K, V)
+        with pytest.raises(ValueError, match=match):
+            linear_cross_entropy(torch.randn(3, K), torch.randn(V, K), torch.zeros(3, dtype=torch.int64), **options)
+    head = LinearCrossEntropy(K, V, name="lm_head")
     hidden, targets = data(dtype=torch.float32)
-    with pytest.raises(ValueError, match="takes 8 features"):
+    with pytest.raises(ValueError, match="linear_cross_entropy takes 8 features"):
+        linear_cross_entropy(hidden[..., :4], head.weight, targets)
+    with pytest.raises(ValueError, match="reduction must be one of mean, sum, none; got 'max'"):
+        head(hidden, targets, reduction="max")
+    with pytest.raises(ValueError, match="leaves the gradient of each token open"):
+        LinearCrossEntropy(K, V, mode="in_forward")(hidden, targets, reduction="none")
+    with pytest.raises(ValueError, match="lm_head takes 8 features"):
         head(hidden[..., :4], targets)
     with pytest.raises(ValueError, match=r"needs targets \(3, 5\)"):
         head(hidden, targets[:2])
-    with pytest.raises(ValueError, match="needs integers as targets"):
-        head(hidden, targets.float())
+    for dtype in (torch.float32, torch.complex64, torch.bool):
+        with pytest.raises(ValueError, match="needs integers as targets"):
+            head(hidden, targets.to(dtype))
     with pytest.raises(ValueError, match="cast one or use autocast"):
         head(hidden.double(), targets)
 
@@ -377,6 +394,43 @@ def test_names_and_state_are_those_of_a_linear_layer() -> None:
     assert isinstance(head, nn.Linear)
     assert torch.equal(copy.deepcopy(head).weight, linear.weight)
     assert "mode=recompute, chunk_tokens=2048, z_loss=0.5" in repr(head)
+    assert "z_loss=0.5, logit_softcap=2.0, logit_scale=0.25" in repr(
+        LinearCrossEntropy(K, V, z_loss=0.5, logit_softcap=2.0, logit_scale=0.25)
+    )
+    made = LinearCrossEntropy(K, V, bias=True, params_dtype=torch.bfloat16, device="meta")
+    assert all(param.is_meta and param.dtype is torch.bfloat16 for param in made.parameters())
+
+
+def test_targets_of_other_integers() -> None:
+    head = LinearCrossEntropy(K, V, label_smoothing=0.1)
+    hidden, targets = data(dtype=torch.float32)
+    assert torch.equal(head(hidden, targets.int()), head(hidden, targets))
+
+
+@pytest.mark.parametrize("mode", ["recompute", "in_forward"])
+def test_a_head_that_does_not_fuse_has_its_gradient_by_autograd(mode: Any) -> None:
+    """So that any gradient may come."""
+    head = LinearCrossEntropy(K, V, fuse_wgrad_accumulation=False, mode=mode)
+    ddp = wrap(head)
+    hidden, targets = data(dtype=torch.float32)
+    (3 * ddp(hidden, targets)).backward()
+    expected = torch.autograd.grad(plain_losses(head, hidden, targets).sum() / 4, head.weight)
+    torch.testing.assert_close(head.weight.main_grad, *expected)
+    assert ddp.records[0].num_fused_writes == 0
+
+
+def test_recomputed_uses_of_a_weight_are_one_backward_to_a_foreign_provider() -> None:
+    """It asks for the first write of a backward to overwrite; each block of a reentrant checkpoint runs its own."""
+    heads = nn.ModuleList(LinearCrossEntropy(K, V, chunk_tokens=4) for _ in range(2))
+    weight = heads[1].weight = heads[0].weight
+    provider = ForeignProvider(heads)
+    weight.main_grad.fill_(torch.nan)
+    weight.overwrite_main_grad = True
+    hidden, targets = data(dtype=torch.float32)
+    sum(checkpoint(head, hidden, targets, use_reentrant=True) for head in heads).backward()
+    expected = torch.autograd.grad(plain_losses(heads[0], hidden, targets).sum() / 6, weight)
+    torch.testing.assert_close(weight.main_grad, *expected)
+    assert provider.seen
 
 
 def test_init_method_initialises_the_weight() -> None:

@@ -184,6 +184,7 @@ def test_three_iterations_with_one_executor():
                     param.grad = None
     assert all(map(torch.equal, chunks.parameters(), plain.parameters()))
     assert len(executor.records) == len(order)  # the latest run's
+    assert not any(module._forward_hooks for module in chunks.modules())
 
 
 # ---- One rank's chunks, with other ranks' between them. ----
@@ -228,6 +229,20 @@ def test_every_order_of_one_ranks_chunks_is_run(rules, seed):
     assert all(torch.equal(grads[name], gradient) for name, gradient in gradients(plain).items())
 
 
+def test_a_link_may_say_that_an_output_of_its_last_chunk_is_unused():
+    class Two(nn.Module):
+        def forward(self, x):
+            return x * 2, x.square()
+
+    class FirstAlone(Mailbox):
+        def receive_output_grad(self, chunk, microbatch):
+            return self.output_grads[chunk, microbatch], None
+
+    link = FirstAlone(1, 1)
+    ScheduleExecutor(parse_order([1, -1]), [Two()]).run_linked(link)
+    assert torch.equal(link.input_grads[1, 0][0], 2 * link.output_grads[1, 0])
+
+
 def test_a_link_must_give_a_gradient_for_each_output():
     class Wrong(Mailbox):
         def receive_output_grad(self, chunk, microbatch):
@@ -251,6 +266,18 @@ def test_inputs_that_want_a_gradient_get_it():
     plain_losses(plain, plain_inputs)
     assert all(torch.equal(x.grad, y.grad) for x, y in zip(inputs, plain_inputs, strict=True))
     assert scale.grad is not None
+
+
+def test_each_tensor_of_an_input_gets_its_gradient():
+    class Product(nn.Module):
+        def forward(self, x, y, mask):
+            return x * y * mask
+
+    x, y = (batch.requires_grad_() for batch in batches(2))
+    scale = torch.ones(WIDTH, requires_grad=True)
+    ScheduleExecutor(parse_order([1, -1]), [Product()]).run([(x * scale, y, torch.ones(WIDTH))], loss_of)
+    expected = torch.autograd.grad(loss_of(x * scale * y, 0), (x, y, scale))
+    assert all(map(torch.equal, (x.grad, y.grad, scale.grad), expected))
 
 
 def test_a_loss_may_have_dims_of_size_one():

@@ -1,5 +1,6 @@
 """A step of a pipeline that fails in the middle, and the steps after it."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -258,6 +259,43 @@ def test_a_step_of_a_second_schedule_is_abandoned(kind: str) -> None:
     (found,) = simulate(abandoned_by_another_schedule, 1, kind)
     for got, wanted in zip(found, expected, strict=True):
         check_equal(got, wanted)
+
+
+def accumulated_since(options: dict[str, Any], abandon: bool) -> list[dict[str, Tensor]]:
+    """Gradients of a failed step are thrown away. Those that the program then accumulates are its own."""
+    pipeline = Pipeline("ZeroBubble", **options)
+    pipeline.step(0)
+    pipeline.grads()
+    pipeline.fail(1, 0, ("backward", 2))
+    for stage, model in zip(pipeline.stages, pipeline.models, strict=True):
+        if abandon:
+            stage.abandon_step()
+        else:
+            stage.queue.clear()
+            model.zero_grad()
+        with model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext():
+            model(torch.ones(1, WIDTH)).sum().backward()
+    before = [
+        {
+            name: (param.grad if param.grad is not None else param.main_grad).clone()
+            for name, param in model.named_parameters()
+        }
+        for model in pipeline.models
+    ]
+    pipeline.step(1)
+    return [{f"{i}.{name}": grad for i, grads in enumerate(before) for name, grad in grads.items()}, pipeline.grads()]
+
+
+@pytest.mark.parametrize(("options", "abandon"), [("plain", False), ("unwrapped", True)])
+def test_what_a_program_accumulates_after_a_failed_step_counts(options: str, abandon: bool) -> None:
+    expected = simulate(undisturbed, 1, "ZeroBubble", OPTIONS[options])[0][1]
+    ((before, found),) = simulate(accumulated_since, 1, OPTIONS[options], abandon)
+    for name, grad in expected.items():
+        key = name.replace(".module.", ".")
+        own = before.get(name, before.get(key))
+        own = before[f"{name[0]}.module.{name[2:]}"] if own is None else own
+        assert own.any()
+        torch.testing.assert_close(found[name], own + grad)
 
 
 # ---- Losses that torch refuses. ----

@@ -6,9 +6,10 @@ import weakref
 import pytest
 import torch
 from delaying import DelayingLinear
-from pipelines import WIDTH, batches, gradients, loss_of, make_chunks, plain_losses, stand_in, unfused
+from pipelines import WIDTH, batches, fused, gradients, loss_of, make_chunks, plain_losses, stand_in, unfused
 from torch import nn
 
+from maingrad.ddp import DistributedDataParallel
 from maingrad.te_integration import WgradQueue, delayed_wgrad
 from maingrad.te_integration.pipeline.executor import ScheduleExecutor
 from maingrad.te_integration.pipeline.order import ScheduleError, parse_order
@@ -119,6 +120,9 @@ def test_what_was_pending_before_is_refused():
     chunks = make_chunks(stand_in, [[True]])
     chunks[0](batches(1)[0]).sum().backward()
     refused([1, -1, -1.5], chunks, RuntimeError, "1 of chunk 1 has pending weight gradients from before this run")
+    chunks = make_chunks(stand_in, [[True], [True]])
+    chunks[1](batches(1)[0]).sum().backward()
+    refused([1, 2, -2, -1], chunks, RuntimeError, "1 of chunk 2 has pending weight gradients from before this run")
 
 
 def test_what_is_pending_afterwards_is_refused():
@@ -151,6 +155,25 @@ def test_a_module_shared_by_chunks_runs_in_turn_or_is_refused():
         RuntimeError,
         r"entry 4 .*DelayingLinear is in chunk 2 too, and its oldest pending weight gradient is that of microbatch 0",
     )
+
+
+def test_a_plain_loop_after_a_failed_run_computes_what_it_delays():
+    """Where its gradients are read: no part of the failed run is waited for."""
+    chunks, plain = make_chunks(fused, [[True], [True]]), make_chunks(unfused, [[False], [False]])
+    ddp = DistributedDataParallel(chunks)
+
+    def fails(y, microbatch):
+        raise ZeroDivisionError
+
+    executor = ScheduleExecutor(parse_order([1, 2, -2, -2.5, -1, -1.5]), list(chunks))
+    with pytest.raises(ZeroDivisionError):
+        executor.run(batches(1), fails)
+    ddp.abandon_iteration()
+    plain_losses(chunks, batches(1))
+    assert nn.utils.clip_grad_norm_(ddp.parameters(), 1e9) > 0 and executor.records
+    plain_losses(plain, batches(1))
+    found = dict(chunks.named_parameters())
+    assert all(torch.equal(found[name].grad, gradient) for name, gradient in gradients(plain).items())
 
 
 def test_a_failed_run_leaves_no_hooks_and_no_activations_behind():

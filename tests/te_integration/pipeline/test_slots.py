@@ -130,6 +130,63 @@ def test_a_layer_used_twice_in_a_forward_runs_both_in_one_slot(make_linear):
     torch.testing.assert_close(layer.weight.grad, plain.weight.grad, rtol=1e-6, atol=1e-7)
 
 
+def test_a_layer_that_occurs_twice_in_a_list_has_its_first_name():
+    layer = DelayingLinear(WIDTH, WIDTH)
+    executor = ScheduleExecutor(parse_order([1, -1, -1.5]), [[layer, nn.GELU(), layer]])
+    executor.run(batches(1), loss_of)
+    assert [record.modules for record in executor.records] == [("0",)] * 3
+
+
+def test_a_layer_whose_output_is_a_dict_is_in_the_record_of_its_dgrad():
+    class Named(nn.Linear):
+        def forward(self, x):
+            return {"y": super().forward(x)}
+
+    class Unpacking(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = Named(WIDTH, WIDTH)
+
+        def forward(self, x):
+            return self.linear(x)["y"]
+
+    executor = ScheduleExecutor(parse_order([1, -1]), [Unpacking()])
+    executor.run(batches(1), loss_of)
+    assert [record.modules for record in executor.records] == [("linear",), ("linear",), ()]
+
+
+def test_a_run_leaves_no_hook_on_a_parameter_that_a_module_returns():
+    class Prompt(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(WIDTH))
+
+        def forward(self):
+            return self.weight
+
+    class Prompted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.prompt = Prompt()
+
+        def forward(self, x):
+            return x * self.prompt()
+
+    chunk = Prompted()
+    ScheduleExecutor(parse_order([1, -1]), [chunk]).run(batches(1), loss_of)
+    assert chunk.prompt.weight.grad.any() and not chunk.prompt.weight._backward_hooks
+
+
+def test_a_module_with_one_of_the_verbs_alone_does_not_delay():
+    class Half(nn.Linear):
+        def backward_dw(self):
+            raise AssertionError("it delays nothing")
+
+    executor = ScheduleExecutor(parse_order([1, -1]), [Half(WIDTH, WIDTH)])
+    executor.run(batches(1), loss_of)
+    assert [record.modules for record in executor.records] == [("Half",), ("Half",), ()]
+
+
 def test_modules_are_looked_up_when_a_run_starts():
     chunk = nn.Sequential(nn.Linear(WIDTH, WIDTH))
     executor = ScheduleExecutor(parse_order([1, -1, -1.5]), [chunk])
@@ -144,7 +201,8 @@ def test_transformer_engines_verb_that_is_always_true():
 
         @property
         def wgrad_store(self):
-            return types.SimpleNamespace(context=types.SimpleNamespace(empty=lambda: not self._waiting))
+            queue = types.SimpleNamespace(empty=lambda: not self._waiting)
+            return types.SimpleNamespace(context=queue if self.delay else None)
 
         def need_backward_dw(self):
             return True
@@ -154,7 +212,7 @@ def test_transformer_engines_verb_that_is_always_true():
             super().backward_dw()
 
     order = [1, 1, -1, 1, -1, -1.5, -1, -1.5, -1.5]
-    chunk = nn.Sequential(Engine(WIDTH, WIDTH), Engine(WIDTH, WIDTH), Engine(WIDTH, WIDTH))
+    chunk = nn.Sequential(*(Engine(WIDTH, WIDTH, delay=number < 3) for number in range(4)))
     chunk[1].weight.requires_grad_(False)
     executor = ScheduleExecutor(parse_order(order), [chunk])
     for _ in range(2):

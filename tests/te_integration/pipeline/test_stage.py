@@ -335,5 +335,7 @@ def test_queues_and_runners_of_others_are_refused() -> None:
         SimulatedRankError, match=r"ValueError: stage 0: '1' \(Linear\) delays .* without delay_wgrad_compute=True"
     ):
         simulate(stage_of, 1, module)
+    with pytest.raises(SimulatedRankError, match=r"ValueError: stage 0: '' \(Linear\) delays its weight gradients"):
+        simulate(stage_of, 1, module[1])
     with pytest.raises(SimulatedRankError, match="ValueError: dw_builder is what this stage brings"):
         simulate(stage_of, 1, nn.Identity(), dw_builder=lambda: None)

@@ -166,6 +166,51 @@ def test_a_runner_that_leaves_out_weight_gradients_is_refused() -> None:
         simulate(without_weight_gradients, 1)
 
 
+# ---- Wrappers of a stage. ----
+
+
+def launched_in_order(wraps: str) -> tuple[list[list[bool]], bool]:
+    """Before the end of each stage, last stage first: which wrappers have launched all buckets; and after the step."""
+    layers = [nn.Sequential(Linear(WIDTH, WIDTH), Linear(WIDTH, WIDTH)) for _ in range(STAGES)]
+    config = DistributedDataParallelConfig(overlap_grad_reduce=True)
+    alone = dist.new_subgroups(1)[0]
+    if wraps == "two in a stage":
+        layers = [nn.Sequential(*(DistributedDataParallel(each, config) for each in layer)) for layer in layers[:1]]
+        wrappers = list(layers[0])
+    elif wraps == "later":
+        layers = layers[:1]
+    else:
+        layers = wrappers = [DistributedDataParallel(layer, config) for layer in layers]
+    stages = [
+        PipelineStage(layer, index, len(layers), torch.device("cpu"), group=alone) for index, layer in enumerate(layers)
+    ]
+    if wraps == "later":
+        wrappers = [DistributedDataParallel(layers[0], config)]
+    before: list[list[bool]] = []
+    for stage in stages:
+
+        def ends(factor: int, end: Any = stage.perform_reduce_grad) -> None:
+            before.append([all_launched(model) for model in wrappers])
+            end(factor)
+
+        stage.perform_reduce_grad = ends
+    x, target = batch(2)
+    pipelining.ScheduleInterleaved1F1B(stages, 2, loss_fn, scale_grads=False).step(x, target=target, losses=[])
+    return before, all(all_launched(model) for model in wrappers)
+
+
+@pytest.mark.parametrize(
+    ("wraps", "before"),
+    [
+        ("two in a stage", [[False, False]]),  # in the order of the schedule, which is that of all replicas
+        ("one in each of two stages", [[False, False], [False, True]]),
+        ("later", [[True]]),  # the last backward launches
+    ],
+)
+def test_several_wrappers_launch_where_the_schedule_ends_their_stages(wraps: str, before: list[list[bool]]) -> None:
+    assert simulate(launched_in_order, 2, wraps) == [(before, True)] * 2
+
+
 # ---- Evaluations between steps. ----
 
 

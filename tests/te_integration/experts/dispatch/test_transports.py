@@ -19,6 +19,7 @@ from maingrad.ddp import (
 from maingrad.fsdp import fully_shard
 from maingrad.launch import simulate
 from maingrad.te_integration import Linear, TokenDispatcher, WgradQueue, delayed_wgrad
+from maingrad.te_integration.experts.dispatch.symmetric import SymmetricExchange
 
 C = 3
 
@@ -260,9 +261,12 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
         ({"transport": "capacity"}, "needs capacity="),
         ({"capacity": 3}, "no other transport takes it"),
         ({"transport": "capacity", "capacity": 0}, "capacity=0"),
+        ({"num_experts": 0}, "0 experts do not divide over 1 ranks"),
     ):
         with pytest.raises(ValueError, match=text):
-            TokenDispatcher(EXPERTS, WORLD_OF_ONE, **wrong)
+            TokenDispatcher(**{"num_experts": EXPERTS, "group": WORLD_OF_ONE, **wrong})
+    with pytest.raises(TypeError, match=r"group is a ProcessGroup, a DeviceMesh, .* got list"):
+        TokenDispatcher(EXPERTS, [0])
 
     def uneven() -> str:
         with pytest.raises(ValueError, match="3 experts do not divide over 2 ranks") as caught:
@@ -270,3 +274,56 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
         return str(caught.value)
 
     assert simulate(uneven, 2)
+
+
+def test_the_ranks_may_be_a_mesh() -> None:
+    def outputs() -> list[Tensor]:
+        mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep"))
+        tokens, experts = make_tokens(dist.get_rank(), 6), experts_of(mesh.get_local_rank("ep"), 2)
+        return [
+            routed(tokens, experts, TokenDispatcher(EXPERTS, ranks)) for ranks in (mesh["ep"], mesh.get_group("ep"))
+        ]
+
+    assert all(torch.equal(*found) for found in simulate(outputs, 4))
+
+
+@pytest.mark.parametrize("options", [{}, {"transport": "capacity", "capacity": 12}], ids=str)
+def test_one_process_alone_computes_meanwhile_and_fills_its_waits_too(options: dict[str, Any]) -> None:
+    dispatcher, queue, events = TokenDispatcher(EXPERTS, WORLD_OF_ONE, **options), WgradQueue(fill_waits=True), []
+    behind, tokens = Linear(DIM, DIM), make_tokens(0, 6)
+    x = tokens.x.requires_grad_()
+    rows, _, probs, dispatched = dispatcher.dispatch(x, *tokens[1:], queue=queue, meanwhile=lambda: "shared")
+    y = dispatcher.combine(rows * probs[:, None], dispatched, meanwhile=lambda: events.append("another half"))
+    assert dispatched.meanwhile == "shared" and events == ["another half"]
+    with delayed_wgrad(queue):
+        loss = behind(y).sum()
+    loss.backward()
+    assert not queue and behind.weight.grad.any(), "computed in the way back through the dispatcher"
+
+
+def test_rows_that_were_dropped_are_counted_over_all_calls() -> None:
+    dispatcher = TokenDispatcher(EXPERTS, WORLD_OF_ONE, "capacity", capacity=2)
+    for calls in range(1, 3):
+        dispatcher.dispatch(torch.ones(5, DIM), torch.ones(5, 1, dtype=torch.int64))
+        assert dispatcher.transport.num_dropped == 3 * calls
+
+
+def test_probabilities_at_the_sender_leave_the_dtype_of_rows() -> None:
+    dispatcher, tokens = TokenDispatcher(EXPERTS, WORLD_OF_ONE), make_tokens(0, 6)
+    rows, _, _, dispatched = dispatcher.dispatch(tokens.x.bfloat16(), tokens.ids)
+    y = dispatcher.combine(rows, dispatched, tokens.probs)
+    assert y.dtype is torch.bfloat16
+    torch.testing.assert_close(y.float(), tokens.x * tokens.probs.sum(1, keepdim=True), rtol=2**-7, atol=0.0)
+
+
+def test_how_many_rows_a_symmetric_exchange_takes_and_gives() -> None:
+    def sizes() -> list[int | None]:
+        group, found = dist.group.WORLD, []
+        for options in ({}, {"max_rows": 9}, {"max_rows": 9, "capacity_factor": 1.5}):
+            exchange = SymmetricExchange(EXPERTS, group, **options)
+            found.append(exchange.num_received)
+        with pytest.raises(ValueError, match="10 rows, and max_rows=9: give a larger one"):
+            exchange.send([torch.ones(10, DIM)], torch.tensor([10, 0, 0, 0]))
+        return found
+
+    assert simulate(sizes, 2) == [[None, 18, 14]] * 2

@@ -1,0 +1,220 @@
+"""What a capture runs, which memory its graphs share, and what they give away."""
+
+import weakref
+from typing import ClassVar
+
+import pytest
+import torch
+from foreign import ForeignProvider
+from graphed import ROWS, WIDTH
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from maingrad.ddp import DistributedDataParallel
+from maingrad.te_integration import Linear, Sequential, graphed_chunks, make_graphed_callables
+from maingrad.te_integration.pipeline import ScheduleExecutor, parse_order
+
+
+def batch(seed=0, rows=ROWS):
+    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+
+
+def linear(**options):
+    torch.manual_seed(0)
+    return Linear(WIDTH, WIDTH, fuse_wgrad_accumulation=True, **options)
+
+
+# ---- What a capture runs. ----
+
+
+@pytest.mark.parametrize("warmups", [1, 2])
+def test_each_kind_of_arguments_is_tried_once(warmups):
+    class Counting(nn.Linear):
+        seen: ClassVar[list[int]] = []
+
+        def forward(self, x):
+            self.seen.append(len(x))
+            return super().forward(x)
+
+    layer = Counting(WIDTH, WIDTH)
+    samples = [[batch(rows=rows)] for rows in (4, 4, 3)]
+    make_graphed_callables([layer], samples, order=[1, -1] * 3, num_warmup_iters=warmups)
+    # One more with the kernels of a first write, and the capture of each microbatch.
+    assert layer.seen.count(4) == warmups + 1 + 2
+    assert layer.seen.count(3) == warmups + 1 + 1
+
+
+def test_a_buffer_of_inference_mode():
+    layer = nn.Linear(WIDTH, WIDTH)
+    with torch.inference_mode():
+        layer.register_buffer("table", torch.ones(3))
+    (graphed,) = make_graphed_callables([layer], [(batch(),)])
+    assert torch.equal(graphed(batch()), layer(batch()))
+
+
+def test_layers_around_others_are_captured():
+    """They have ``backward_dw`` for what is inside, and nothing inside delays."""
+    (call,) = make_graphed_callables([nn.Linear(WIDTH, WIDTH)], [(batch(),)])
+    call.reset()
+    for around in (Sequential(nn.Tanh()), nn.Sequential(call)):
+        (graphed,) = make_graphed_callables([around], [(batch(),)])
+        assert torch.equal(graphed(batch(1)), around(batch(1)))
+
+
+def test_a_constant_may_be_nan():
+    class Filled(nn.Module):
+        def forward(self, x, fill):
+            return x.masked_fill(x > 0, fill)
+
+    (graphed,) = make_graphed_callables([Filled()], [(batch(), torch.nan)])
+    assert torch.equal(graphed(batch(1), torch.nan).isnan(), batch(1) > 0)
+
+
+# ---- Memory. ----
+
+
+def test_captured_graphs_of_autograd_are_freed():
+    class Op(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            nodes.append(weakref.ref(ctx))
+            return x.square()
+
+        @staticmethod
+        def backward(ctx, dy):
+            return 2 * dy
+
+    class Layer(nn.Module):
+        def forward(self, x):
+            return Op.apply(x)
+
+    nodes = []
+    calls = make_graphed_callables([Layer()], [(batch(),)] * 2, order=[1, -1, 1, -1])
+    assert len(nodes) > len(calls) and not any(node() for node in nodes)
+
+
+def test_outputs_have_the_strides_of_eager_ones():
+    """Whatever memory of their shape and size is free."""
+
+    class Transposed(nn.Module):
+        def forward(self, x):
+            return x.exp().t()
+
+    layer = Transposed()
+    for call in make_graphed_callables([layer], [(batch(rows=WIDTH),)] * 3, order=[1, -1] * 3):
+        x = batch(1, rows=WIDTH)
+        y = call(x)
+        assert y.stride() == layer(x).stride()
+        assert torch.equal(y, layer(x))
+        y.sum().backward()
+
+
+def test_a_gradient_in_memory_of_the_next_graph_may_be_transposed():
+    """What chunk 2 returns lies where chunk 1 takes its gradients, and a hook has transposed it between."""
+    outcomes = []
+    for graphed in (False, True):
+        torch.manual_seed(0)
+        layers = [nn.Linear(WIDTH, WIDTH) for _ in range(2)]
+        calls = [[layer] * 2 for layer in layers]
+        if graphed:
+            samples = [(batch(rows=WIDTH),) for _ in range(4)]
+            one = make_graphed_callables(layers, samples, order=[1, 2, -2, -1] * 2, num_layers_per_chunk=[1, 1])
+            calls = [one[:2], one[2:]]
+        for microbatch in range(2):
+            y = calls[0][microbatch](batch(microbatch, rows=WIDTH))
+            y.register_hook(torch.t)
+            calls[1][microbatch](y).square().sum().backward()
+        outcomes.append([param.grad for layer in layers for param in layer.parameters()])
+    torch.testing.assert_close(*outcomes)
+
+
+def test_large_gradients_of_parameters_share_memory_and_small_ones_are_copied_less():
+    def nbytes(width):
+        layer = nn.Linear(width, width, bias=False)
+        samples = [(torch.ones(1, width, requires_grad=True),) for _ in range(3)]
+        calls = make_graphed_callables([layer], samples, order=[1, -1] * 3)
+        eager = nn.Linear(width, width, bias=False)
+        eager.load_state_dict(layer.state_dict())
+        for number, call in enumerate(calls):
+            for each in (call, eager):
+                each(torch.full((1, width), 1.0 + number, requires_grad=True)).square().sum().backward()
+        assert torch.equal(layer.weight.grad, eager.weight.grad)
+        return calls[0]._graphs._order.buffers.nbytes - 4 * (width * 4)  # x, y, dy and dx
+
+    assert nbytes(512) == 2**20
+    assert nbytes(8) == 0
+
+
+# ---- What they give away. ----
+
+
+def test_a_hook_before_the_wrappers_may_keep_gradients():
+    layer, kept = nn.Linear(WIDTH, WIDTH), []
+    layer.weight.register_post_accumulate_grad_hook(lambda param: kept.append(param.grad))
+    ddp = DistributedDataParallel(nn.ModuleList([layer]))
+    (graphed,) = make_graphed_callables([layer], [(batch(),)])
+    for seed in range(2):
+        with ddp.no_sync():
+            graphed(batch(seed)).square().sum().backward()
+    for seed, grad in enumerate(kept):
+        assert torch.equal(grad, *torch.autograd.grad(layer(batch(seed)).square().sum(), layer.weight))
+
+
+def test_what_an_eager_backward_has_delayed_before_comes_first():
+    layer = linear(delay_wgrad_compute=True, bias=False)
+    ddp = DistributedDataParallel(nn.ModuleList([layer]))
+    (graphed,) = make_graphed_callables([layer], [(batch(),)])
+    x = torch.ones(ROWS, WIDTH, requires_grad=True)
+    with ddp.no_sync():
+        layer(x).sum().backward()
+        graphed(2 * x).sum().backward()
+    graphed.backward_dw()
+    assert not graphed.need_backward_dw() and not layer.need_backward_dw()
+    assert torch.equal(layer.weight.main_grad, torch.full((WIDTH, WIDTH), 3.0 * ROWS))
+
+
+def test_recomputed_uses_of_a_weight_are_one_backward_to_a_foreign_provider():
+    """It asks for the first write of a backward to overwrite; each block of a reentrant checkpoint runs its own."""
+    outcomes = []
+    for graphed in (False, True):
+        layers = nn.ModuleList(linear(bias=False) for _ in range(2))
+        layers[1].weight = weight = layers[0].weight
+        provider = ForeignProvider(layers)
+        calls = make_graphed_callables(list(layers), [(batch(),)] * 2) if graphed else layers
+        weight.main_grad.fill_(torch.nan)
+        weight.overwrite_main_grad = True
+        x = batch(1)
+        for call in calls:
+            x = checkpoint(call, x, use_reentrant=True)
+        x.square().sum().backward()
+        outcomes.append(weight.main_grad.clone())
+        assert provider.seen
+    assert torch.equal(*outcomes) and outcomes[0].isfinite().all()
+
+
+class InAList(nn.Module):
+    """Returns its output in a list."""
+
+    def forward(self, x):
+        return [x.tanh()]
+
+
+def test_layers_of_a_chunk_may_return_lists():
+    order, losses = [1, -1], []
+    schedule = parse_order(order, num_layers_per_chunk=[2])
+    torch.manual_seed(0)
+    layers = [InAList(), nn.Linear(WIDTH, WIDTH)]
+    chunks = graphed_chunks(make_graphed_callables(layers, [(batch(),)] * 2, order=order), schedule)
+    for parts in (chunks, [layers]):
+        losses += ScheduleExecutor(schedule, parts).run([batch(1)], lambda y, microbatch: y.square().sum())
+    assert torch.equal(*losses)
+    assert list(chunks[0].parameters()) == list(layers[1].parameters())
+    assert [name for name, _ in chunks[0].named_parameters("block")] == ["block.1.weight", "block.1.bias"]
+
+
+def test_attributes_that_the_layer_has_are_set_there():
+    layer = nn.Linear(WIDTH, WIDTH)
+    (graphed,) = make_graphed_callables([layer], [(batch(),)])
+    graphed.note = "its own"
+    graphed.out_features = 1
+    assert layer.out_features == graphed.out_features == 1 and not hasattr(layer, "note")
