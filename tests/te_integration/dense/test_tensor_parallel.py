@@ -448,6 +448,75 @@ def test_a_bias_behind_the_sum_keeps_autocasts_dtype(fused: bool) -> None:
     assert simulate(under_autocast, 2, fuse_wgrad_accumulation=fused) == [[torch.bfloat16] * 2] * 2
 
 
+def sizes() -> list[tuple[int, int]]:
+    given: Any = {"tp_group": dist.group.WORLD, "parallel_mode": "column"}
+    made = [Linear(K, F, **given), LayerNormLinear(K, F, **given), Linear(F, K, **given | {"parallel_mode": "row"})]
+    assert all(tuple(layer.weight.shape) == (layer.out_features, layer.in_features) for layer in made)
+    return [(layer.in_features, layer.out_features) for layer in made]
+
+
+def test_a_layer_says_the_sizes_of_its_slice() -> None:
+    assert simulate(sizes, 2) == [[(K, F // 2), (K, F // 2), (F // 2, K)]] * 2
+
+
+def of_batches_first(adjacent: bool, **given: Any) -> list[Tensor]:
+    """Output and gradients of a column- and a row-parallel layer, of [batch, sequence, features] turned round."""
+    torch.manual_seed(0)
+    over: Any = {"tp_group": dist.group.WORLD, "fuse_wgrad_accumulation": True, "bias": False, **given}
+    model = nn.Sequential(Linear(K, F, parallel_mode="column", **over), Linear(F, K, parallel_mode="row", **over))
+    wrapped = DistributedDataParallel(
+        model, process_group=[dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    )
+    x, dy = (torch.randn(ROWS, LENGTH, K).transpose(0, 1) for _ in range(2))
+    x, dy = (each.contiguous() if adjacent else each for each in (x, dy))
+    output = wrapped(x.requires_grad_())
+    output.backward(dy)
+    return [output.detach(), x.grad, *(param.main_grad.clone() for param in model.parameters())]
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_operands_may_lie_in_another_order(sequence_parallel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Collectives take adjacent elements alone: NCCL's and gloo's do, though not those that are simulated."""
+
+    def strict(call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(x: Tensor, *args: Any) -> Any:
+            assert x.is_contiguous()
+            return call(x, *args)
+
+        return run
+
+    expected = simulate(of_batches_first, 2, True, sequence_parallel=sequence_parallel)
+    real = torch.ops._c10d_functional
+    names = ("all_reduce", "all_reduce_", "all_gather_into_tensor", "reduce_scatter_tensor", "wait_tensor")
+    ops = type("Collectives", (), {name: staticmethod(strict(getattr(real, name))) for name in names})
+    monkeypatch.setattr(products, "collectives", ops)
+    found = simulate(of_batches_first, 2, False, sequence_parallel=sequence_parallel)
+    torch.testing.assert_close(found, expected)
+
+
+def saved_inputs(original: bool) -> tuple[list[torch.dtype], Tensor]:
+    """Dtypes of what a column-parallel layer saves of its input under autocast, and the weight's gradient."""
+    torch.manual_seed(0)
+    given: Any = {"tp_group": dist.group.WORLD, "parallel_mode": "column", "fuse_wgrad_accumulation": True}
+    layer, kept = Linear(K, F, save_original_input=original, **given), []
+    wrapped = DistributedDataParallel(
+        layer, process_group=[dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    )
+    with (
+        torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t),
+        torch.autocast("cpu", torch.bfloat16),
+    ):
+        output = wrapped(torch.randn(3, K, requires_grad=True))
+    output.float().square().sum().backward()
+    return [t.dtype for t in kept if t.shape == (3, K)], layer.weight.main_grad.clone()
+
+
+def test_under_autocast_the_input_itself_is_saved_where_the_program_says_so() -> None:
+    copies, originals = (simulate(saved_inputs, 2, original) for original in (False, True))
+    for (of_copy, grad), (of_original, same) in zip(copies, originals, strict=True):
+        assert of_copy == [torch.bfloat16] and of_original == [torch.float32] and torch.equal(grad, same)
+
+
 def odd_sequence() -> None:
     row = Linear(F, K, parallel_mode="row", tp_group=dist.group.WORLD, sequence_parallel=True)
     row(torch.randn(5, F // 2))
