@@ -176,6 +176,13 @@ def test_logits_are_refused_once_the_weight_may_have_changed() -> None:
         kept.logits.argmax(-1)
     with pytest.raises(RuntimeError, match="read after a backward"):
         F.cross_entropy(kept.logits.view(-1, VOCABULARY), batch()["labels"].view(-1))
+    model.zero_grad_buffer()
+    for change in (model.finish_grad_sync, lambda: model.module.lm_head.weight.sum().backward()):
+        outputs = model(**batch())
+        change()  # a step may follow, or have followed
+        with pytest.raises(RuntimeError, match="read after a backward"):
+            outputs.logits.sum()
+        model.zero_grad_buffer()
     plain = language_model("llama")  # no wrapper at all
     convert_linears(plain, fused_loss=True)
     outputs = plain(**batch())
