@@ -11,9 +11,10 @@ from quant_oracle import SPECS
 from torch import Tensor, nn
 
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
-from maingrad.kernels.quantized import dequantize, quantize
+from maingrad.kernels.quantized import Element, dequantize, quantize
 from maingrad.launch import simulate
 from maingrad.te_integration import (
+    DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
     Format,
@@ -22,11 +23,13 @@ from maingrad.te_integration import (
     Linear,
     MXFP8BlockScaling,
     NVFP4BlockScaling,
+    Recipe,
     WgradQueue,
     autocast,
     convert_linears,
     delayed_wgrad,
 )
+from maingrad.te_integration.recipes import recipe_named
 
 RECIPES = {
     "current": (Float8CurrentScaling(), 0.1),
@@ -171,6 +174,47 @@ def test_names_are_specs() -> None:
     rotated = NVFP4BlockScaling().spec("grad", columns=True)
     assert rotated.rotated
     assert rotated.stochastic
+
+
+OPERANDS = ("input", "weight", "grad")
+
+
+def forms(recipe: Recipe, what: str) -> list[Any]:
+    """An attribute of the specs of input, weight and gradient, each as it is and then transposed."""
+    return [getattr(recipe.spec(operand, columns=columns), what) for operand in OPERANDS for columns in (False, True)]
+
+
+def test_options_are_in_the_specs() -> None:
+    e4m3, e5m2 = Element.E4M3, Element.E5M2
+    for kind in (Float8CurrentScaling, DelayedScaling):
+        assert forms(kind(), "element") == [e4m3] * 4 + [e5m2] * 2
+        assert forms(kind(fp8_format=Format.E4M3), "element") == [e4m3] * 6
+    assert forms(Float8BlockScaling(), "block") == [(1, 128)] * 2 + [(128, 128)] * 2 + [(1, 128)] * 2
+    assert forms(MXFP8BlockScaling(), "block") == [(1, 32)] * 6
+    assert forms(NVFP4BlockScaling(), "block") == [(1, 16)] * 2 + [(16, 16)] * 2 + [(1, 16)] * 2
+    assert forms(NVFP4BlockScaling(disable_2d_quantization=True), "block") == [(1, 16)] * 6
+    assert forms(NVFP4BlockScaling(), "rotated") == [False, True, False, False, False, True]
+    assert forms(NVFP4BlockScaling(disable_rht=True), "rotated") == [False] * 6
+    assert forms(NVFP4BlockScaling(), "stochastic") == [False] * 4 + [True] * 2
+    assert forms(NVFP4BlockScaling(disable_stochastic_rounding=True), "stochastic") == [False] * 6
+
+
+NAMES: dict[str, type[Recipe]] = {
+    "float8_current": Float8CurrentScaling,
+    "float8_delayed": DelayedScaling,
+    "float8_block": Float8BlockScaling,
+    "mxfp8": MXFP8BlockScaling,
+    "nvfp4": NVFP4BlockScaling,
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_configuration_names_recipes_that_may_be_emulated(name: str) -> None:
+    for emulate in (False, True):
+        recipe = recipe_named(name, emulate=emulate)
+        assert recipe == NAMES[name](emulate=emulate)
+        assert forms(recipe, "emulated") == [emulate] * 6
+    assert recipe_named("none") is None
 
 
 def test_what_is_saved_for_backward() -> None:
