@@ -263,6 +263,21 @@ def test_under_torch_s_autocast_and_without_gradients() -> None:
     assert layer.weight.main_grad.abs().sum() > 0
 
 
+def test_gradients_of_fp32_parameters_are_not_rounded_to_half_precision() -> None:
+    fused = Linear(48, 32, fuse_wgrad_accumulation=True)
+    plain = Linear(48, 32)
+    plain.load_state_dict(fused.state_dict())
+    x, dy = torch.randn(5, 48), torch.randn(5, 32).bfloat16()
+    wrapped = DistributedDataParallel(fused)
+    for model in (wrapped, plain):
+        with autocast(recipe=Float8CurrentScaling()), torch.autocast("cpu", torch.bfloat16):
+            y = model(x)
+        y.backward(dy)
+    for grad in (plain.bias.grad, fused.bias.main_grad):
+        torch.testing.assert_close(grad, dy.float().sum(0), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(plain.weight.grad, fused.weight.main_grad, rtol=1e-6, atol=1e-6)
+
+
 def test_converted_models() -> None:
     """``nn.Linear`` and Conv1D (weights [K, N]) of a model that users have."""
     conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D
