@@ -508,6 +508,8 @@ def saved_inputs(original: bool) -> tuple[list[torch.dtype], Tensor]:
     ):
         output = wrapped(torch.randn(3, K, requires_grad=True))
     output.float().square().sum().backward()
+    of_bias = (2 * output.detach()).float().sum(0)
+    torch.testing.assert_close(layer.bias.main_grad, of_bias, rtol=1e-6, atol=1e-6)  # summed in fp32
     return [t.dtype for t in kept if t.shape == (3, K)], layer.weight.main_grad.clone()
 
 
