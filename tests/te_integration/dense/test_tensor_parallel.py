@@ -519,6 +519,17 @@ def test_under_autocast_the_input_itself_is_saved_where_the_program_says_so() ->
         assert of_copy == [torch.bfloat16] and of_original == [torch.float32] and torch.equal(grad, same)
 
 
+def cut_by_torch(given: dict[str, Any]) -> None:
+    layer = Linear(K, F, **given)
+    localize(parallelize_module(layer, init_device_mesh("cpu", (2,)), ColwiseParallel()))
+
+
+@pytest.mark.parametrize("given", [{"return_bias": True}, {"parameters_split": ("q", "k")}])
+def test_torchs_plans_do_not_cut_what_is_computed_outside_of_the_product(given: dict[str, Any]) -> None:
+    with pytest.raises(SimulatedRankError, match="is a slice of tensor parallelism, and Linear computes from"):
+        simulate(cut_by_torch, 2, given)
+
+
 def odd_sequence() -> None:
     row = Linear(F, K, parallel_mode="row", tp_group=dist.group.WORLD, sequence_parallel=True)
     row(torch.randn(5, F // 2))
