@@ -530,6 +530,26 @@ def test_torchs_plans_do_not_cut_what_is_computed_outside_of_the_product(given: 
         simulate(cut_by_torch, 2, given)
 
 
+def waiting(plan: Any) -> int:
+    """Weight gradients that wait behind the backward of a layer that torch has cut."""
+    layer, queue = nn.Linear(K, K), WgradQueue()
+    convert_linears(parallelize_module(layer, init_device_mesh("cpu", (2,)), plan))
+    localize(layer)
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    wrapped = DistributedDataParallel(layer, process_group=alone)
+    with delayed_wgrad(queue):
+        output = wrapped(torch.randn(3, K if isinstance(plan, ColwiseParallel) else K // 2, requires_grad=True))
+    output.sum().backward()
+    found = len(queue)
+    queue.drain()
+    return found
+
+
+@pytest.mark.parametrize("plan", [ColwiseParallel(), RowwiseParallel()], ids=["column", "row"])
+def test_weight_gradients_of_layers_that_torch_has_cut_may_wait(plan: Any) -> None:
+    assert simulate(waiting, 2, plan) == [1, 1]
+
+
 def odd_sequence() -> None:
     row = Linear(F, K, parallel_mode="row", tp_group=dist.group.WORLD, sequence_parallel=True)
     row(torch.randn(5, F // 2))
