@@ -130,11 +130,12 @@ def test_half_precision_is_summed_in_fp32() -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     dy, tokens, main_grad = torch.randn(4, 3), torch.zeros(4, dtype=torch.int64), torch.zeros(5, 3)
-    for wrong in ((dy, tokens[:3], main_grad), (dy, tokens, main_grad[:, :2]), (dy[None], tokens, main_grad)):
+    shapes = (dy, tokens[:3], main_grad), (dy, tokens, main_grad[:, :2]), (dy[None], tokens, main_grad)
+    for wrong in (*shapes, (dy, tokens, main_grad[None]), (dy, tokens[:, None], main_grad)):
         with pytest.raises(ValueError, match=r"needs dy \[T, D\], tokens \[T\] and main_grad \[V, D\]; got"):
             embedding_wgrad_accumulate(*wrong)
-    for wrong_ids in (tokens.float(), tokens.bool()):
-        with pytest.raises(ValueError, match=r"tokens that are integers; got torch\.(float32|bool)"):
+    for wrong_ids in (tokens.float(), tokens.bool(), tokens.to(torch.complex64)):
+        with pytest.raises(ValueError, match=r"tokens that are integers; got torch\.(float32|bool|complex64)"):
             embedding_wgrad_accumulate(dy, wrong_ids, main_grad)
 
 

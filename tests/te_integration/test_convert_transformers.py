@@ -273,8 +273,11 @@ def test_what_is_not_conv1d_itself_is_skipped() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return 2 * super().forward(x)
 
+    others = type("Conv1D", (nn.Module,), {"__module__": "my_transformers.pytorch_utils"})()  # of the same name
+    others.weight = nn.Parameter(torch.ones(8, 8))
     model = nn.ModuleDict(
         {
+            "others": others,
             "scaled": Scaled(12, 8),
             "parametrized": parametrize.register_parametrization(Conv1D(8, 8), "weight", nn.Softplus()),
             "torch's": nn.Conv1d(2, 2, 1),

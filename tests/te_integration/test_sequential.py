@@ -219,3 +219,16 @@ def test_modules_that_delay_with_the_verbs_alone_are_run_too() -> None:
     assert model.need_backward_dw()
     model.backward_dw()
     assert not model.need_backward_dw() and foreign.pending == 0
+
+
+def test_a_wrapped_module_runs_once_and_one_that_waits_is_enough() -> None:
+    idle, layer = make("Linear", delay=True), make("Linear", delay=True)
+    model = Sequential(wrap(layer), idle)
+    for seed in range(2):
+        with model[0].no_sync():
+            model[0](batch(seed)).sum().backward()
+    assert model.need_backward_dw()
+    model.backward_dw()
+    assert layer.wgrad_queue.pending_microbatches == [1]
+    model.backward_dw()
+    assert not model.need_backward_dw()

@@ -9,6 +9,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: nothing h
 
 import pytest
 import torch
+from expert_models import tiny
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
@@ -150,6 +151,15 @@ def test_refused() -> None:
     del late.weight.main_grad
     with pytest.raises(ValueError, match=r"'Linear' has delayed weight gradients; call its backward_dw\(\) first"):
         unconvert(late)
+    both = nn.Sequential(Linear(8, 8, fuse_wgrad_accumulation=True), late)
+    with pytest.raises(ValueError, match="'1' has delayed weight gradients"):
+        unconvert(both)
+    assert all(layer.fuse_wgrad_accumulation for layer in both), "the model is as it was"
+    (experts,) = models = nn.Sequential(tiny("mixtral", layers=1).model.layers[0].mlp.experts)
+    convert_linears(models)
+    experts.dispatcher = object()
+    with pytest.raises(ValueError, match="'0' has this rank's experts alone, and transformers sends no tokens"):
+        unconvert(models)
 
 
 def test_without_a_provider_the_remedy_helps() -> None:

@@ -21,6 +21,10 @@ def test_products(left: str, right: str) -> None:
     summed = scaled_product(a, b, torch.bfloat16, bias)
     assert summed.dtype is torch.bfloat16
     torch.testing.assert_close(summed.double(), exact + bias.double(), rtol=2**-8, atol=1e-3)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(scaled_product(a, b, torch.bfloat16, bias), summed), "autocast rounds no operand"
+    once = (scaled_product(a, b, torch.float32) + bias).bfloat16()
+    assert torch.equal(summed, once), "rounded once, with the bias"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

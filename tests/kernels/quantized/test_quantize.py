@@ -120,6 +120,8 @@ def test_scales_are_given_where_one_is_the_tensors() -> None:
     rows, columns = quantize_both(-3 * x, whole, whole, scale=scale, amax=amax)
     assert amax == 3 and rows is not None and columns is not None
     assert (rows.shape, columns.shape) == ((4, 32), (32, 4)) and (columns.data.float() == -6).all()
+    quantize_both(5 * x, None, whole, scale=scale, amax=amax)
+    assert amax == 5, "of one copy alone"
     assert quantize_both(x, None, whole)[0] is None and quantize_both(x, whole, None)[1] is None
 
 
@@ -127,8 +129,11 @@ def test_rows() -> None:
     x = torch.randn(256, 40)
     q = quantize(x, SPECS["block, weights"])
     assert torch.equal(dequantize(q.rows(128, 256)), dequantize(q)[128:])
-    with pytest.raises(ValueError, match="cut blocks of 128 rows"):
-        q.rows(64, 128)
+    for start, end in ((64, 128), (0, 64)):
+        with pytest.raises(ValueError, match="cut blocks of 128 rows"):
+            q.rows(start, end)
+    q = quantize(x[:200], SPECS["block, weights"])  # whose last block is smaller
+    assert torch.equal(dequantize(q.rows(128, 200)), dequantize(q)[128:])
     q = quantize(x, SPECS["NVFP4"])
     assert torch.equal(dequantize(q.rows(3, 7)), dequantize(q)[3:7])
 

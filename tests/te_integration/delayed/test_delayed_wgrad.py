@@ -414,6 +414,10 @@ def test_split_parameters_get_their_slices() -> None:
         ({"parameters_split": {"q": 3, "k": 4}}, ValueError, "do not add up to 8"),
         ({"parameters_split": ("q", "q_")}, ValueError, "name each slice differently"),
         ({"parameters_split": "qkv"}, ValueError, "must name one or more slices"),
+        ({"parameters_split": ()}, ValueError, "must name one or more slices"),
+        ({"parameters_split": ("q", "_")}, ValueError, "name each slice differently"),
+        ({"parameters_split": {"q": 5, "k": 4}}, ValueError, "do not add up to 8"),
+        ({"parameters_split": {"q": 8, "k": 0}}, ValueError, "do not add up to 8"),
     ],
 )
 def test_arguments_that_cannot_take_effect_are_refused(
@@ -421,7 +425,7 @@ def test_arguments_that_cannot_take_effect_are_refused(
 ) -> None:
     with pytest.raises(error, match=message):
         Linear(4, 8, **arguments)
-    Linear(4, 8, tp_size=1, sequence_parallel=False, ub_overlap_ag=False)
+    Linear(4, 8, tp_size=1, sequence_parallel=False, dtype=torch.float16, params_dtype=torch.float16)
 
 
 def test_init_method_and_return_bias() -> None:

@@ -214,6 +214,8 @@ def test_a_microbatch_inside_another_ends_with_its_block() -> None:
     assert [entry.pending.microbatch for entry in queue][-1] == 6, "numbered again after the last block's"
     queue.drain_microbatch(5)
     assert queue.pending_microbatches == [7, 6]
+    queue.drain_oldest_microbatch()
+    assert queue.pending_microbatches == [6], "the oldest is what was queued first"
     queue.clear()
 
 

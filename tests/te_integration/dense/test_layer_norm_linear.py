@@ -11,7 +11,7 @@ from loops import wrap
 from modules import FEATURES, error, exact, make
 from torch import Tensor, nn
 
-from maingrad.te_integration import LayerNormLinear
+from maingrad.te_integration import LayerNormLinear, LayerNormMLP
 
 NORMS = [
     {"normalization": normalization, "zero_centered_gamma": zero_centered}
@@ -49,6 +49,19 @@ def test_output_and_every_gradient_are_fp64s(norm: dict[str, Any], bias: bool, f
     for record in ddp.records:
         assert error(record.view, grads[record.name]) <= ROUNDING[dtype], record.name
         assert record.num_fused_writes == (3 if fuse and record.name == "weight" else 0)
+
+
+@pytest.mark.parametrize("norm", NORMS, ids=str)
+@pytest.mark.parametrize("kind", [LayerNormLinear, LayerNormMLP])
+@pytest.mark.parametrize("dtype", ROUNDING, ids=str)
+def test_eps_is_what_the_program_says(norm: dict[str, Any], kind: Any, dtype: torch.dtype) -> None:
+    x = batch(dtype)
+    exact_norm = x.double()
+    if norm["normalization"] == "LayerNorm":
+        exact_norm = exact_norm - exact_norm.mean(-1, keepdim=True)
+    exact_norm = exact_norm / (exact_norm.square().mean(-1, keepdim=True) + 0.5).sqrt()
+    module = kind(FEATURES, 4, 0.5, params_dtype=dtype, **norm)
+    assert error(module.normalize(x), exact_norm) <= ROUNDING[dtype]
 
 
 class Plain(nn.Module):

@@ -86,8 +86,11 @@ def test_activations_are_transformer_engines() -> None:
     for name, (function, gated) in ACTIVATIONS.items():
         torch.testing.assert_close(function(x), PLAIN_ACTIVATIONS[name](x))
         assert function(x).shape[-1] == (3 if gated else 6)
-    given = activation_named("clamped_swiglu", {"limit": 1.0, "alpha": 0.5}).function
-    torch.testing.assert_close(given(x), clamped_swiglu(x, 1.0, 0.5))
+    for given in ({"limit": 1.0, "alpha": 0.5}, {"limit": 1.0}, {"alpha": 0.5}):
+        expected = clamped_swiglu(x, **given)
+        torch.testing.assert_close(activation_named("clamped_swiglu", given).function(x), expected)
+        mlp = LayerNormMLP(FEATURES, HIDDEN, activation="clamped_swiglu", activation_params=given)
+        torch.testing.assert_close(mlp.activate(x), expected)
 
 
 GATED = [name for name, (_, gated) in ACTIVATIONS.items() if gated]

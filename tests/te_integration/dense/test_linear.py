@@ -1,13 +1,14 @@
 """Fused accumulation against autograd's and a hook's, over microbatches (``nn.Linear`` in all else)."""
 
 import copy
+import warnings
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig
-from maingrad.te_integration import Linear
+from maingrad.te_integration import Float8CurrentScaling, Linear, Recipe, autocast
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 MICROBATCHES = 8
@@ -122,7 +123,47 @@ def test_any_number_of_leading_dims(shape: tuple[int, ...]) -> None:
     torch.testing.assert_close(layer.bias.main_grad, plain.bias.grad)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("recipe", [None, Float8CurrentScaling()], ids=["plain", "quantised"])
+def test_an_input_that_does_not_fit_is_refused_by_the_layers_name(recipe: Recipe | None) -> None:
+    layer = Linear(8, 4, dtype=torch.bfloat16, name="layers.7", fuse_wgrad_accumulation=True)
+    with autocast(recipe is not None, recipe=recipe):
+        with pytest.raises(ValueError, match=r"layers.7 takes 8 features in the last dim, got \(2, 5\)"):
+            layer(torch.ones(2, 5, dtype=torch.bfloat16))
+        with pytest.raises(ValueError, match=r"layers.7: the input is torch.float16 and the weight torch.bfloat16"):
+            layer(torch.ones(2, 8, dtype=torch.float16))
+
+
+@pytest.mark.parametrize("save_original_input", [False, True])
+def test_under_autocast_the_input_itself_is_saved_where_the_program_says_so(save_original_input: bool) -> None:
+    """Gradients are the same: the copy is made again."""
+    kept: list[Tensor] = []
+    grads = []
+    for original in (False, save_original_input):
+        torch.manual_seed(0)
+        layer = Linear(6, 4, fuse_wgrad_accumulation=True, save_original_input=original)
+        model, x = DistributedDataParallel(layer), torch.randn(3, 6, requires_grad=True)
+        kept.clear()
+        with (
+            torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t),
+            torch.autocast("cpu", torch.bfloat16),
+        ):
+            y = model(x)
+        y.float().square().sum().backward()
+        grads.append([x.grad, *(param.main_grad.clone() for param in layer.parameters())])
+    assert [t.dtype for t in kept if t.shape == x.shape] == [torch.float32 if save_original_input else torch.bfloat16]
+    assert all(map(torch.equal, *grads))
+
+
+def test_a_layer_without_features_begins_with_zeros() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch's, that there is nothing to initialise
+        layer = Linear(0, 4)
+        layer.bias.data.fill_(7.0)
+        layer.reset_parameters()
+    assert layer.bias.eq(0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
 def test_autocast_casts_what_it_casts_for_plain_layers(dtype: torch.dtype) -> None:
     """It leaves fp64 as it is."""
     plain = nn.Linear(4, 3, dtype=dtype)

@@ -7,11 +7,34 @@ from typing import Any
 import pytest
 import torch
 from loops import wrap
-from modules import FACTORIES, FEATURES, make
+from modules import ALL_FACTORIES, FACTORIES, FEATURES, make
 from torch import Tensor, nn
 
 from maingrad.te_integration import LayerNormMLP, Sequential
 from maingrad.te_integration.dense.activations import ACTIVATIONS
+
+WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
+    "get_rng_state_tracker": (None,),
+    "rng_state_tracker_function": (None,),
+    "rng_tracker_name": (None,),
+    "accumulate_into_main_grad": (False,),
+    "seq_length": (None,),
+    "micro_batch_size": (None,),
+    "return_layernorm_output_gathered": (False,),
+    "symmetric_ar_type": (None,),
+    "keep_fp8_weight_transpose_cache": (False, True),
+    "cache_quantized_params": (False,),
+    "ub_name": (None,),
+    "ub_overlap_ag": (False, None),
+}
+"""Arguments of its modules, and the values that ask for nothing."""
+OF_EXPERTS: dict[str, tuple[Any, ...]] = {
+    "parallel_mode": (None,),
+    "set_parallel_mode": (False,),
+    "sequence_parallel": (False,),
+    "tp_group": (None,),
+    "tp_size": (1,),
+}
 
 
 def batch(seed: int = 1) -> Tensor:
@@ -21,6 +44,17 @@ def batch(seed: int = 1) -> Tensor:
 def theirs(module: nn.Module, prefix: str, extra: Any) -> dict[str, Any]:
     """The state dict of Transformer Engine's module: the same keys, and its scaling factors."""
     return {f"{prefix}{name}": value for name, value in module.state_dict().items()} | {f"{prefix}_extra_state": extra}
+
+
+@pytest.mark.parametrize("kind", ALL_FACTORIES)
+def test_its_arguments_are_taken_where_they_ask_for_nothing(kind: str) -> None:
+    for name, values in (WITHOUT_EFFECT if kind in FACTORIES else WITHOUT_EFFECT | OF_EXPERTS).items():
+        for value in values:
+            make(kind, **{name: value})
+        with pytest.raises(ValueError, match=f"does not support {name}='asked for'"):
+            make(kind, **{name: "asked for"})
+    with pytest.raises(TypeError, match="has no argument 'sub_name'"):
+        make(kind, sub_name=None)
 
 
 @pytest.mark.parametrize("kind", FACTORIES)

@@ -448,6 +448,108 @@ def test_a_bias_behind_the_sum_keeps_autocasts_dtype(fused: bool) -> None:
     assert simulate(under_autocast, 2, fuse_wgrad_accumulation=fused) == [[torch.bfloat16] * 2] * 2
 
 
+def sizes() -> list[tuple[int, int]]:
+    given: Any = {"tp_group": dist.group.WORLD, "parallel_mode": "column"}
+    made = [Linear(K, F, **given), LayerNormLinear(K, F, **given), Linear(F, K, **given | {"parallel_mode": "row"})]
+    assert all(tuple(layer.weight.shape) == (layer.out_features, layer.in_features) for layer in made)
+    return [(layer.in_features, layer.out_features) for layer in made]
+
+
+def test_a_layer_says_the_sizes_of_its_slice() -> None:
+    assert simulate(sizes, 2) == [[(K, F // 2), (K, F // 2), (F // 2, K)]] * 2
+
+
+def of_batches_first(adjacent: bool, **given: Any) -> list[Tensor]:
+    """Output and gradients of a column- and a row-parallel layer, of [batch, sequence, features] turned round."""
+    torch.manual_seed(0)
+    over: Any = {"tp_group": dist.group.WORLD, "fuse_wgrad_accumulation": True, "bias": False, **given}
+    model = nn.Sequential(Linear(K, F, parallel_mode="column", **over), Linear(F, K, parallel_mode="row", **over))
+    wrapped = DistributedDataParallel(
+        model, process_group=[dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    )
+    x, dy = (torch.randn(ROWS, LENGTH, K).transpose(0, 1) for _ in range(2))
+    x, dy = (each.contiguous() if adjacent else each for each in (x, dy))
+    output = wrapped(x.requires_grad_())
+    output.backward(dy)
+    return [output.detach(), x.grad, *(param.main_grad.clone() for param in model.parameters())]
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_operands_may_lie_in_another_order(sequence_parallel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Collectives take adjacent elements alone: NCCL's and gloo's do, though not those that are simulated."""
+
+    def strict(call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(x: Tensor, *args: Any) -> Any:
+            assert x.is_contiguous()
+            return call(x, *args)
+
+        return run
+
+    expected = simulate(of_batches_first, 2, True, sequence_parallel=sequence_parallel)
+    real = torch.ops._c10d_functional
+    names = ("all_reduce", "all_reduce_", "all_gather_into_tensor", "reduce_scatter_tensor", "wait_tensor")
+    ops = type("Collectives", (), {name: staticmethod(strict(getattr(real, name))) for name in names})
+    monkeypatch.setattr(products, "collectives", ops)
+    found = simulate(of_batches_first, 2, False, sequence_parallel=sequence_parallel)
+    torch.testing.assert_close(found, expected)
+
+
+def saved_inputs(original: bool) -> tuple[list[torch.dtype], Tensor]:
+    """Dtypes of what a column-parallel layer saves of its input under autocast, and the weight's gradient."""
+    torch.manual_seed(0)
+    given: Any = {"tp_group": dist.group.WORLD, "parallel_mode": "column", "fuse_wgrad_accumulation": True}
+    layer, kept = Linear(K, F, save_original_input=original, **given), []
+    wrapped = DistributedDataParallel(
+        layer, process_group=[dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    )
+    with (
+        torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t),
+        torch.autocast("cpu", torch.bfloat16),
+    ):
+        output = wrapped(torch.randn(3, K, requires_grad=True))
+    output.float().square().sum().backward()
+    of_bias = (2 * output.detach()).float().sum(0)
+    torch.testing.assert_close(layer.bias.main_grad, of_bias, rtol=1e-6, atol=1e-6)  # summed in fp32
+    return [t.dtype for t in kept if t.shape == (3, K)], layer.weight.main_grad.clone()
+
+
+def test_under_autocast_the_input_itself_is_saved_where_the_program_says_so() -> None:
+    copies, originals = (simulate(saved_inputs, 2, original) for original in (False, True))
+    for (of_copy, grad), (of_original, same) in zip(copies, originals, strict=True):
+        assert of_copy == [torch.bfloat16] and of_original == [torch.float32] and torch.equal(grad, same)
+
+
+def cut_by_torch(given: dict[str, Any]) -> None:
+    layer = Linear(K, F, **given)
+    localize(parallelize_module(layer, init_device_mesh("cpu", (2,)), ColwiseParallel()))
+
+
+@pytest.mark.parametrize("given", [{"return_bias": True}, {"parameters_split": ("q", "k")}])
+def test_torchs_plans_do_not_cut_what_is_computed_outside_of_the_product(given: dict[str, Any]) -> None:
+    with pytest.raises(SimulatedRankError, match="is a slice of tensor parallelism, and Linear computes from"):
+        simulate(cut_by_torch, 2, given)
+
+
+def waiting(plan: Any) -> int:
+    """Weight gradients that wait behind the backward of a layer that torch has cut."""
+    layer, queue = nn.Linear(K, K), WgradQueue()
+    convert_linears(parallelize_module(layer, init_device_mesh("cpu", (2,)), plan))
+    localize(layer)
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    wrapped = DistributedDataParallel(layer, process_group=alone)
+    with delayed_wgrad(queue):
+        output = wrapped(torch.randn(3, K if isinstance(plan, ColwiseParallel) else K // 2, requires_grad=True))
+    output.sum().backward()
+    found = len(queue)
+    queue.drain()
+    return found
+
+
+@pytest.mark.parametrize("plan", [ColwiseParallel(), RowwiseParallel()], ids=["column", "row"])
+def test_weight_gradients_of_layers_that_torch_has_cut_may_wait(plan: Any) -> None:
+    assert simulate(waiting, 2, plan) == [1, 1]
+
+
 def odd_sequence() -> None:
     row = Linear(F, K, parallel_mode="row", tp_group=dist.group.WORLD, sequence_parallel=True)
     row(torch.randn(5, F // 2))

@@ -94,6 +94,7 @@ class PlainHead:
 
     def __call__(self, hidden: Tensor, targets: Tensor | None = None, **how: Any) -> Tensor:
         terms, bias = how.get("terms"), how.get("bias")
+        assert bias is None or bias.dim() == 1
         bias = self.bias if bias is None else bias  # as of LossHead, one of them counts
         logits = hidden @ self.weight.T
         logits = logits if bias is None else logits + bias
@@ -119,14 +120,16 @@ STEPS: dict[str, Any] = {
     "a factor in a tensor": lambda z: z * torch.tensor(3.0, dtype=torch.float64),
     "two caps": lambda z: (z.tanh() * 2.0).tanh(),
     "a bias behind a cap": lambda z: F.tanh(z) + OF_CLASSES,
-    "two biases": lambda z: OF_CLASSES + (z + OF_CLASSES),
+    "a bias with more dims": lambda z: z + OF_CLASSES[None],
+    "two biases": lambda z: z + OF_CLASSES + OF_CLASSES,
+    "a bias from the left": lambda z: OF_CLASSES + (z + OF_CLASSES),
     "integers between": lambda z: (3.0 * z).to(torch.int64).to(torch.float64),
 }
 
 
 @pytest.mark.parametrize("steps", STEPS)
 @pytest.mark.parametrize("bias", [None, OF_CLASSES.sin()], ids=["", "a bias of the head"])
-@pytest.mark.sampled(26)
+@pytest.mark.sampled(30)
 def test_steps_between_logits_and_loss(steps: str, bias: Tensor | None) -> None:
     head, hidden = PlainHead(bias), torch.linspace(-2, 2, 30, dtype=torch.float64).view(6, 5)
     targets = torch.arange(6)
@@ -156,7 +159,7 @@ def deferred(*leading: int) -> tuple[CountingHead, DeferredLogits, Tensor]:
 
 ROWS = torch.tensor([[True, False, True], [False, False, True]])
 WITHOUT_LOGITS: dict[str, Any] = {
-    "sizes": lambda z: torch.tensor([*z.size(), z.size(1), z.size(-1), z.dim(), z.ndim, z.numel()]),
+    "sizes": lambda z: torch.tensor([*z.size(), z.size(0), z.size(1), z.size(-1), z.dim(), z.ndim, z.numel()]),
     "device": lambda z: z.to(z.device),
     "contiguous": lambda z: z.contiguous(),
     "fp32": lambda z: z.float(),

@@ -1,6 +1,9 @@
 """``convert_linears(model, fused_loss=True)``: Hugging Face's language models compute their losses without logits."""
 
 import copy
+import functools
+import inspect
+import itertools
 import pickle
 import re
 from pathlib import Path
@@ -15,7 +18,9 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
 from maingrad.ddp import DistributedDataParallel
-from maingrad.te_integration import convert_linears, unconvert
+from maingrad.ddp.plan.cut import Box
+from maingrad.ddp.plan.model_slice import ModelSlice, set_model_slice
+from maingrad.te_integration import Linear, convert_linears, unconvert
 
 
 def wrapped(name: str = "llama", *, fused_loss: Any = True, **changed: Any) -> Any:
@@ -154,7 +159,13 @@ def test_without_labels_in_evaluation_and_when_asked_everything_is_as_before() -
     assert torch.equal(fused(**tokens).logits, plain(**tokens).logits)
     one, other = fused(**batch(), skip_logits=False), plain(**batch())
     assert torch.equal(one.logits, other.logits) and torch.equal(one.loss, other.loss)
+    places = inspect.signature(plain.forward).parameters.keys()
+    by_place = fused(*[batch().get(name) for name in itertools.takewhile(lambda name: name != "use_cache", places)])
+    assert not isinstance(by_place.logits, Tensor), "labels by their place are labels"
+    with torch.no_grad():
+        assert isinstance(fused(**batch()).logits, Tensor)
     fused.eval(), plain.eval()
+    assert isinstance(fused(**batch()).logits, Tensor)
     with torch.no_grad():
         one, other = fused(**batch()), plain(**batch())
         assert isinstance(one.logits, Tensor) and torch.equal(one.logits, other.logits)
@@ -176,6 +187,13 @@ def test_logits_are_refused_once_the_weight_may_have_changed() -> None:
         kept.logits.argmax(-1)
     with pytest.raises(RuntimeError, match="read after a backward"):
         F.cross_entropy(kept.logits.view(-1, VOCABULARY), batch()["labels"].view(-1))
+    model.zero_grad_buffer()
+    for change in (model.finish_grad_sync, lambda: model.module.lm_head.weight.sum().backward()):
+        outputs = model(**batch())
+        change()  # a step may follow, or have followed
+        with pytest.raises(RuntimeError, match="read after a backward"):
+            outputs.logits.sum()
+        model.zero_grad_buffer()
     plain = language_model("llama")  # no wrapper at all
     convert_linears(plain, fused_loss=True)
     outputs = plain(**batch())
@@ -203,7 +221,9 @@ def test_names_files_and_copies_are_as_before(name: str, tmp_path: Any) -> None:
         assert not isinstance(outputs.logits, Tensor)
     if name == "llama, tied":
         assert model.lm_head.weight is model.model.embed_tokens.weight
+    convert_linears(model, fused_loss="in_forward")  # another mode
     assert "lm_head" in unconvert(model)
+    assert vars(model.lm_head).keys() == vars(plain.lm_head).keys()
     assert type(model) is type(plain) and type(model.lm_head) is nn.Linear
     assert torch.equal(model(**batch()).loss, expected)
 
@@ -232,6 +252,19 @@ def test_other_losses_stay_and_the_report_says_why() -> None:
     patched.forward = patched.forward
     assert "forward was replaced" in convert_linears(patched, fused_loss=True).unfused_losses[""]
 
+    own_head, silent, compiled, replaced = (language_model("llama") for _ in range(4))
+    own_head.lm_head = Linear(32, VOCABULARY)
+    assert "head is a Linear, and not an nn.Linear" in convert_linears(own_head, fused_loss=True).unfused_losses[""]
+    half = ModelSlice((2 * VOCABULARY, 32), (Box((0, 0), (VOCABULARY, 32)),), 0, None, "slice")
+    set_model_slice(silent.lm_head.weight, half)
+    assert "head is a slice of tensor parallelism" in convert_linears(silent, fused_loss=True).unfused_losses[""]
+    theirs = compiled.loss_function
+    compiled.loss_function = functools.wraps(theirs)(lambda *args, **kwargs: theirs(*args, **kwargs))
+    compiled.loss_function._torchdynamo_orig_callable = theirs  # as torch.compile leaves it, which imports for seconds
+    assert "loss_function is" in convert_linears(compiled, fused_loss=True).unfused_losses[""]
+    replaced.lm_head.forward = replaced.lm_head.forward
+    assert "head was not converted: see skipped" in convert_linears(replaced, fused_loss=True).unfused_losses[""]
+
     normed = language_model("llama")
     nn.utils.parametrizations.weight_norm(normed.lm_head)
     assert "head is a Parametrized" in convert_linears(normed, fused_loss=True).unfused_losses[""]
@@ -244,6 +277,14 @@ def test_other_losses_stay_and_the_report_says_why() -> None:
     inside = nn.ModuleDict({"policy": language_model("llama"), "value": nn.Linear(4, 1)})
     assert convert_linears(inside, fused_loss=True).unfused_losses == {}
     assert not isinstance(inside["policy"](**batch()).logits, Tensor)
+
+    class Headless(nn.Module):
+        def get_output_embeddings(self) -> None: ...
+
+        def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
+            return x
+
+    assert convert_linears(Headless(), fused_loss=True).unfused_losses == {}, "no language model"
     with pytest.raises(ValueError, match="fused_loss is True, False or one of recompute, in_forward; got 'always'"):
         convert_linears(inside, fused_loss="always")  # type: ignore[arg-type]
 
@@ -267,19 +308,21 @@ def test_in_forward(name: str, count: Any) -> None:
     """``grad_scale`` announces what backward brings to the loss; the losses of routers are added behind it."""
     arguments = [batch(index) | ({} if count is None else {"num_items_in_batch": count}) for index in range(2)]
 
-    def run(fused_loss: Any) -> tuple[list[float], dict[str, Tensor]]:
+    def run(fused_loss: Any, scale: float | None = 0.5) -> tuple[list[float], dict[str, Tensor]]:
         model = wrapped(name, fused_loss=fused_loss)
-        announced = {"grad_scale": 0.5} if fused_loss == "in_forward" else {}
+        announced = {"grad_scale": scale} if fused_loss == "in_forward" else {}
         losses = []
         for number, each in enumerate(arguments):
             with model.no_sync() if number == 0 else torch.enable_grad():
                 loss = model(**each, **announced).loss
-                (loss / 2).backward()
+                (loss / 2 if scale else loss).backward()
             losses.append(loss.item())
         model.finish_grad_sync()
         return losses, {name: param.main_grad.clone() for name, param in model.module.named_parameters()}
 
     assert_alike(run("in_forward"), run(False))
+    if name == "llama":
+        assert_alike(run("in_forward", None), run(False, None))  # 1 where nothing is announced
 
 
 @pytest.mark.in_turn

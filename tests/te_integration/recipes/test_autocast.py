@@ -182,11 +182,14 @@ def test_transforms_are_refused() -> None:
 
 
 def test_arguments() -> None:
-    for options in ({"calibrating": True}, {"amax_reduction_group": object()}):
+    of_others = {"amax_reduction_group": object(), "recipe": CURRENT}
+    off = {"calibrating": True, "enabled": False}
+    for options in ({"calibrating": True}, off, {"amax_reduction_group": object()}, of_others):
         with pytest.raises(ValueError, match=f"{next(iter(options))}.*DelayedScaling"), autocast(**options):  # type: ignore[arg-type]
             pass
-    with pytest.raises(TypeError, match="takes a recipe"), autocast(recipe=object()):  # type: ignore[arg-type]
-        pass
+    for enabled in (True, False):
+        with pytest.raises(TypeError, match="takes a recipe"), autocast(enabled, recipe=object()):  # type: ignore[arg-type]
+            pass
 
 
 def test_no_tokens() -> None:

@@ -732,9 +732,9 @@ def test_what_is_refused() -> None:
     for options in ({"amax_history_len": 0}, {"amax_compute_algo": "mean"}):
         with pytest.raises(ValueError, match=next(iter(options))):
             DelayedScaling(**options)  # type: ignore[arg-type]
-    recipe = DelayedScaling(amax_compute_algo=lambda history: history)
-    with pytest.raises(ValueError, match="must return"):
-        iterate(DistributedDataParallel(towers()), [1], recipe)
+    for algorithm in (lambda history: history, lambda history: history[0, :1]):
+        with pytest.raises(ValueError, match="must return"):
+            iterate(DistributedDataParallel(towers()), [1], DelayedScaling(amax_compute_algo=algorithm))
     layer = Linear(32, 32, dtype=BF16)
 
     def run(x: Tensor) -> Tensor:

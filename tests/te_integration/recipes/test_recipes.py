@@ -11,9 +11,10 @@ from quant_oracle import SPECS
 from torch import Tensor, nn
 
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
-from maingrad.kernels.quantized import dequantize, quantize
+from maingrad.kernels.quantized import Element, dequantize, quantize
 from maingrad.launch import simulate
 from maingrad.te_integration import (
+    DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
     Format,
@@ -22,11 +23,13 @@ from maingrad.te_integration import (
     Linear,
     MXFP8BlockScaling,
     NVFP4BlockScaling,
+    Recipe,
     WgradQueue,
     autocast,
     convert_linears,
     delayed_wgrad,
 )
+from maingrad.te_integration.recipes import recipe_named
 
 RECIPES = {
     "current": (Float8CurrentScaling(), 0.1),
@@ -173,6 +176,47 @@ def test_names_are_specs() -> None:
     assert rotated.stochastic
 
 
+OPERANDS = ("input", "weight", "grad")
+
+
+def forms(recipe: Recipe, what: str) -> list[Any]:
+    """An attribute of the specs of input, weight and gradient, each as it is and then transposed."""
+    return [getattr(recipe.spec(operand, columns=columns), what) for operand in OPERANDS for columns in (False, True)]
+
+
+def test_options_are_in_the_specs() -> None:
+    e4m3, e5m2 = Element.E4M3, Element.E5M2
+    for kind in (Float8CurrentScaling, DelayedScaling):
+        assert forms(kind(), "element") == [e4m3] * 4 + [e5m2] * 2
+        assert forms(kind(fp8_format=Format.E4M3), "element") == [e4m3] * 6
+    assert forms(Float8BlockScaling(), "block") == [(1, 128)] * 2 + [(128, 128)] * 2 + [(1, 128)] * 2
+    assert forms(MXFP8BlockScaling(), "block") == [(1, 32)] * 6
+    assert forms(NVFP4BlockScaling(), "block") == [(1, 16)] * 2 + [(16, 16)] * 2 + [(1, 16)] * 2
+    assert forms(NVFP4BlockScaling(disable_2d_quantization=True), "block") == [(1, 16)] * 6
+    assert forms(NVFP4BlockScaling(), "rotated") == [False, True, False, False, False, True]
+    assert forms(NVFP4BlockScaling(disable_rht=True), "rotated") == [False] * 6
+    assert forms(NVFP4BlockScaling(), "stochastic") == [False] * 4 + [True] * 2
+    assert forms(NVFP4BlockScaling(disable_stochastic_rounding=True), "stochastic") == [False] * 6
+
+
+NAMES: dict[str, type[Recipe]] = {
+    "float8_current": Float8CurrentScaling,
+    "float8_delayed": DelayedScaling,
+    "float8_block": Float8BlockScaling,
+    "mxfp8": MXFP8BlockScaling,
+    "nvfp4": NVFP4BlockScaling,
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_configuration_names_recipes_that_may_be_emulated(name: str) -> None:
+    for emulate in (False, True):
+        recipe = recipe_named(name, emulate=emulate)
+        assert recipe == NAMES[name](emulate=emulate)
+        assert forms(recipe, "emulated") == [emulate] * 6
+    assert recipe_named("none") is None
+
+
 def test_what_is_saved_for_backward() -> None:
     """Beside the parameters: half of bf16's bytes, and for 4 bits a quarter."""
     sizes = {}
@@ -217,6 +261,21 @@ def test_under_torch_s_autocast_and_without_gradients() -> None:
     assert torch.equal(y, inferred)
     y.float().sum().backward()
     assert layer.weight.main_grad.abs().sum() > 0
+
+
+def test_gradients_of_fp32_parameters_are_not_rounded_to_half_precision() -> None:
+    fused = Linear(48, 32, fuse_wgrad_accumulation=True)
+    plain = Linear(48, 32)
+    plain.load_state_dict(fused.state_dict())
+    x, dy = torch.randn(5, 48), torch.randn(5, 32).bfloat16()
+    wrapped = DistributedDataParallel(fused)
+    for model in (wrapped, plain):
+        with autocast(recipe=Float8CurrentScaling()), torch.autocast("cpu", torch.bfloat16):
+            y = model(x)
+        y.backward(dy)
+    for grad in (plain.bias.grad, fused.bias.main_grad):
+        torch.testing.assert_close(grad, dy.float().sum(0), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(plain.weight.grad, fused.weight.main_grad, rtol=1e-6, atol=1e-6)
 
 
 def test_converted_models() -> None:

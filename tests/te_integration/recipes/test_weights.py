@@ -104,6 +104,10 @@ def test_a_metric_that_trains_between_reduction_and_step(recipe: Any) -> None:
         with autocast(recipe=recipe):
             model(batch(2))  # nobody wrote no_grad
         change(layer)
+        fresh = Linear(64, 96, dtype=torch.bfloat16)
+        fresh.load_state_dict(copy.deepcopy(layer.state_dict()))
+        with autocast(recipe=recipe):
+            assert torch.equal(model(batch(2)), fresh(batch(2))), "the step is seen before gradients are cleared"
         model.zero_grad_buffer()
 
 
@@ -144,6 +148,33 @@ def test_another_recipe_and_changed_weights_between_microbatches() -> None:
     check(model, layer, RECIPES[1], 0)
     layer.weight.data = layer.weight.data * 2
     check(model, layer, RECIPES[1], 0)
+
+
+def test_a_slice_without_a_gradient_so_far_may_change() -> None:
+    layer = Linear(64, 96, parameters_split=("q", "k"), fuse_wgrad_accumulation=True, dtype=torch.bfloat16)
+    model, fresh = DistributedDataParallel(layer), Linear(64, 96, parameters_split=("q", "k"), dtype=torch.bfloat16)
+    for _ in range(2):
+        fresh.load_state_dict(copy.deepcopy(layer.state_dict()))
+        with autocast(recipe=RECIPES[0]):
+            output, expected = model(batch(0)), fresh(batch(0))
+        assert torch.equal(output, expected)
+        with model.no_sync():
+            output.float().sum().backward(inputs=[layer.q_weight])
+        layer.k_weight.data.mul_(1.5)  # nobody is told
+
+
+def test_another_dtype_of_products_between_microbatches() -> None:
+    layer = Linear(64, 96, fuse_wgrad_accumulation=True)
+    model, found = DistributedDataParallel(layer), []
+    for mine in (model, copy.deepcopy(layer)):
+        for dtype in (torch.bfloat16, torch.float16):
+            with autocast(recipe=RECIPES[0]), torch.autocast("cpu", dtype):
+                y = mine(batch(0).float())
+            if mine is model:
+                with model.no_sync():
+                    y.float().sum().backward()
+            found.append(y)
+    assert all(map(torch.equal, found[:2], found[2:]))
 
 
 def test_nothing_is_quantised_for_a_backward_that_cannot_come() -> None:

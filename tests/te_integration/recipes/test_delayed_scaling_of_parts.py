@@ -1,0 +1,97 @@
+"""``DelayedScaling`` of modules with several products, of which a part is trained, and of many forwards."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from maingrad.ddp import DistributedDataParallel
+from maingrad.te_integration import DelayedScaling, LayerNormMLP, Linear, autocast, convert_linears
+
+BF16 = torch.bfloat16
+RECIPE = DelayedScaling(amax_history_len=4)
+
+
+def run(model: Any, x: Tensor, group: Any = None) -> Tensor:
+    with autocast(recipe=RECIPE, amax_reduction_group=group):
+        y: Tensor = model(x)
+    return y.float().square().sum()
+
+
+def test_each_product_has_the_limits_of_its_operands() -> None:
+    """Inputs and weights are E4M3, gradients E5M2, in the second product too."""
+    mlp: Any = LayerNormMLP(32, 48, dtype=BF16)
+    model = DistributedDataParallel(mlp)
+    run(model, torch.randn(8, 32).to(BF16)).backward()
+    model.finish_grad_sync()
+    largest = torch.tensor([448.0, 448.0, 57344.0] * 2)
+    torch.testing.assert_close(mlp.fp8_scale * mlp.fp8_amax_history[-1], largest)
+
+
+def test_a_module_of_which_a_part_is_trained_has_new_scales_after_each_backward() -> None:
+    mlp: Any = LayerNormMLP(32, 48, dtype=BF16)
+    mlp.fc1_weight.requires_grad_(False)
+    x = torch.randn(8, 32).to(BF16)
+    run(mlp, x).backward()
+    run(mlp, x)
+    assert mlp.fp8_scale.ne(1.0).all()
+
+
+@pytest.mark.parametrize("has_graph", [False, True])
+def test_what_a_frozen_module_has_seen_is_forgotten_when_a_part_is_thawed(has_graph: bool) -> None:
+    mlp: Any = LayerNormMLP(32, 48, dtype=BF16).requires_grad_(False)
+    x = torch.randn(8, 32).to(BF16).requires_grad_(has_graph)
+    loss = run(mlp, x)
+    if has_graph:
+        loss.backward()
+    mlp.fc2_weight.requires_grad_(True)
+    run(mlp, x)
+    assert mlp.fp8_scale.eq(1.0).all()
+
+
+def test_a_frozen_first_layer_counts_all_microbatches_however_many_they_are() -> None:
+    first, second = Linear(16, 16, dtype=BF16).requires_grad_(False), Linear(16, 16, dtype=BF16)
+    model = DistributedDataParallel(nn.Sequential(first, second))
+    with model.no_sync():
+        for number in range(70):
+            run(model, torch.full((2, 16), 8.0 if number == 0 else 1.0, dtype=BF16)).backward()
+    model.finish_grad_sync()
+    assert first.fp8_scale[0] == 448 / 8  # of the first microbatch
+
+
+def test_gradients_that_train_nothing_leave_nothing_behind() -> None:
+    layer = Linear(16, 16, dtype=BF16)
+    model, x = DistributedDataParallel(layer), torch.ones(2, 16, dtype=BF16, requires_grad=True)
+    for _ in range(70):
+        torch.autograd.grad(run(model, x), x)
+    assert len(layer._scaling_use.rows) < 64
+
+
+def test_embeddings_have_no_scales() -> None:
+    model = nn.Sequential(nn.Embedding(4, 16, dtype=BF16), nn.Linear(16, 16, dtype=BF16))
+    convert_linears(model)
+    wrapped = DistributedDataParallel(model)
+    run(wrapped, torch.tensor([0, 1])).backward()
+    wrapped.finish_grad_sync()
+    assert {name for name in model.state_dict() if "fp8" in name} == {"1.fp8_scale", "1.fp8_amax_history"}
+
+
+def test_one_group_is_that_of_all_modules() -> None:
+    layers = nn.Sequential(*(Linear(16, 16, dtype=BF16) for _ in range(2)))
+
+    class Apart(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = layers
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer, group in zip(self.layers, (None, "others"), strict=True):
+                with autocast(recipe=RECIPE, amax_reduction_group=group):
+                    x = layer(x)
+            return x
+
+    model = DistributedDataParallel(Apart())
+    model(torch.ones(2, 16, dtype=BF16)).float().sum().backward()
+    with pytest.raises(RuntimeError, match=r"several forms of DelayedScaling.*amax_reduction_group=others"):
+        model.finish_grad_sync()

@@ -1,0 +1,61 @@
+"""``Conversion``: which share of the FLOPs of weight gradients is fused, and whose parameters the others are."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from maingrad.te_integration import GroupedLinear, convert_linears
+
+
+@pytest.mark.parametrize(("frozen", "share"), [((), 2 / 3), (("0.weight",), 1 / 2), (("2.weight",), 1.0)], ids=str)
+def test_the_fused_share_is_of_the_weights_that_train(frozen: tuple[str, ...], share: float) -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.eye(8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.weight
+
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False), Own())
+    for name in frozen:
+        model.get_parameter(name).requires_grad_(False)
+    assert convert_linears(model).fused_share == pytest.approx(share)
+
+
+class Positions(nn.Module):
+    """Parameters that no known module multiplies, with and without two dims."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(8))
+        self.position_bias = nn.Parameter(torch.eye(8))
+        self.gain = nn.Parameter(torch.ones(8))
+
+
+def test_parameters_are_named_and_counted_once() -> None:
+    """Tied ones too; lookups, and layers that have no size yet, have no share."""
+    model = Positions()
+    model.tied = Positions()
+    model.tied.weight = model.weight
+    model.first, model.second = (nn.Linear(8, 8, bias=False) for _ in range(2))
+    model.second.weight = model.first.weight
+    model.bag, model.table = nn.EmbeddingBag(4, 8), nn.Embedding(4, 8)
+    model.convolution, model.lazy = nn.LazyConv2d(4, 3), nn.LazyLinear(4)
+    conversion = convert_linears(model)
+    assert conversion.left_out == {
+        "weight": "Positions uses it by itself, shape (8, 8)",
+        "position_bias": "Positions uses it by itself, shape (8, 8)",
+        "tied.position_bias": "Positions uses it by itself, shape (8, 8)",
+    }
+    assert conversion.fused_share == pytest.approx(1 / 4)
+
+
+@pytest.mark.parametrize(("chosen", "share"), [(1, 1 / 2), (2, 2 / 3), (9, 4 / 5)])
+def test_experts_count_for_the_tokens_that_come_to_them(chosen: int, share: float) -> None:
+    """No token goes to more experts than there are."""
+    experts = GroupedLinear(4, 8, 8, single_grouped_weight=True)
+    experts.config = type("Config", (), {"num_experts_per_tok": chosen})
+    model = nn.Sequential(experts, Positions())
+    model[1].position_bias = None
+    assert convert_linears(model).fused_share == pytest.approx(share)
