@@ -83,12 +83,22 @@ class Contained(Operations):
         super().__init__(*(AskingGrouped(2, WIDTH, fuse=fuse, operation=True) for _ in range(2)))
 
 
+class FrozenAndRecomputed(Block):
+    """A recomputed block of which three weights are frozen."""
+
+    def __init__(self, *, fuse: bool = True) -> None:
+        super().__init__(fuse=fuse, recompute=True)
+        for weight in (self.linear.weight, self.mlp.fc1_weight, self.mlp.fc2_weight):
+            weight.requires_grad_(False)
+
+
 KINDS: dict[str, Callable[..., nn.Module]] = {
     "blocks": Block,
     "recomputed": functools.partial(Block, recompute=True),
     "used twice": Twice,
     "operations": Contained,
     "half frozen": Half,
+    "frozen and recomputed": FrozenAndRecomputed,
 }
 
 
@@ -189,9 +199,9 @@ def gathered(model: Any) -> set[str]:
     return {unit.label for unit in root_of(model).units if unit.gathered and isinstance(unit, WeightUnit)}
 
 
-def look_at_memory() -> None:
+def look_at_memory(kind: str, groups: int) -> None:
     """Runs on each rank: at most the weight that is used and one ahead of use are whole, once an order is known."""
-    model = make("blocks", asked=True)
+    model = make(kind, asked=True)
     seen: list[set[str]] = []
     for module in model.modules():
         if isinstance(module, AskingLinear | AskingGrouped | AskingMLP):
@@ -201,8 +211,9 @@ def look_at_memory() -> None:
         seen.clear()
         one_iteration(model, step, 1)
         model.zero_grad()
+        assert not any(root_of(model).weights._asked.values())  # recomputes of frozen weights too
     labels = set().union(*seen)
-    assert len(labels) == 2 * 5  # of 8 weights of a block, those of 5 groups come together
+    assert len(labels) == 2 * groups
     assert max(map(len, seen)) <= 3  # the two of one module, and the next
     assert not gathered(model)
     with torch.no_grad():
@@ -210,8 +221,12 @@ def look_at_memory() -> None:
     assert not gathered(model)
 
 
-def test_a_weight_is_whole_for_its_module_alone() -> None:
-    simulate(look_at_memory, 2)
+@pytest.mark.parametrize(
+    ("kind", "groups"),
+    [("blocks", 5), ("recomputed", 5), ("frozen and recomputed", 5)],  # of 8 weights of a block
+)
+def test_a_weight_is_whole_for_its_module_alone(kind: str, groups: int) -> None:
+    simulate(look_at_memory, 2, kind, groups)
 
 
 def look_at_reductions() -> None:
@@ -337,21 +352,6 @@ def freeze_all(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["blocks", "recomputed"])
 def test_a_frozen_model_lets_gradients_through(kind: str) -> None:
     simulate(freeze_all, 2, kind)
-
-
-def recompute_frozen() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(Block(recompute=True), nn.Linear(WIDTH, 4))
-    model[0].linear.weight.requires_grad_(False)
-    fully_shard(model, distributed_weights=True)
-    for step in range(3):
-        one_iteration(model, step, 1)
-        model.zero_grad()
-    assert max(map(len, root_of(model).weights._forwards.values())) <= 1
-
-
-def test_recomputes_of_frozen_weights_are_forgotten() -> None:
-    simulate(recompute_frozen, 2)
 
 
 class Failing(torch.autograd.Function):
