@@ -369,6 +369,12 @@ def test_slices_that_no_call_tells_are_refused() -> None:
         experts = nn.Linear(4, 4)
         experts.weight.allreduce = False  # type: ignore[assignment]
         second = refusal(lambda: fully_shard(experts, mesh, tensor_parallel_group=group))
+        expert = nn.Sequential(nn.Linear(32, 32, bias=False))
+        expert[0].weight.allreduce = False  # type: ignore[assignment]
+        fully_shard(expert, mesh)
+        around = fully_shard(nn.Sequential(expert, cut(Plain(), group)), mesh, tensor_parallel_group=group)
+        third = refusal(lambda: around(torch.ones(2, 32)))
+        assert "with parameter '0.0.weight' was sharded without them" in third
         return [first, second]
 
     for first, second in simulate(on_each_rank, 4):

@@ -231,12 +231,16 @@ def test_sharding_part_of_a_model_after_the_optimizer_was_built() -> None:
 
 
 @pytest.mark.parametrize("placements", ["zero1", "zero2", "zero3"])
-def test_a_step_before_the_last_microbatch(placements: str) -> None:
+@pytest.mark.parametrize("read", [False, True])
+def test_a_step_before_the_last_microbatch(placements: str, read: bool) -> None:
+    """A read of ``.grad`` waits for what was sent; then no reduction is under way."""
     model = Net()
     shard_blocks(model, placements=placements)
     optimizer = torch.optim.AdamW(model.parameters())
     with model.no_sync():
         step_of(model)
+    if read:
+        assert all(param.grad.to_local().isfinite().all() for param in model.parameters())
     with pytest.raises(RuntimeError, match=r"AdamW.step\(\): gradients of '.*' are not reduced yet: run the last"):
         optimizer.step()
     model.finish_grad_sync()

@@ -372,7 +372,7 @@ def test_bytes_that_look_unwritten_are_taken(write: Any) -> None:
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
 def test_complex_buffers_are_written_or_refused(dtype: torch.dtype) -> None:
     model = WithBuffer(torch.empty(4, dtype=dtype, device="meta"))
-    with pytest.raises(ValueError, match="buffer 'codes' of WithBuffer .* no value after"):
+    with pytest.raises(ValueError, match=r"buffer 'codes' of WithBuffer .* no value after"):
         fully_shard(model, WORLD_OF_ONE, device="cpu", init_fn=lambda module: None)
     model = WithBuffer(torch.empty(4, dtype=dtype, device="meta"))
     fully_shard(model, WORLD_OF_ONE, device="cpu", init_fn=lambda module: module.codes.fill_(2 - 1j))

@@ -426,3 +426,21 @@ def test_a_graphed_step_replays_declared_writes() -> None:
         assert_equal(model, plain, 1e-12)
 
     simulate(on_each_rank, 2)
+
+
+class Swapping(nn.Module):
+    """Gives its weight other memory with the same values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data = self.weight.data.clone()
+        return x * self.weight
+
+
+def test_other_memory_of_a_whole_parameter_is_refused() -> None:
+    """Later gathers write to the memory of before."""
+    with pytest.raises(RuntimeError, match=r"'weight' was written in the forward through \.data"):
+        fully_shard(Swapping(), WORLD_OF_ONE)(torch.ones(4))
