@@ -146,6 +146,16 @@ def test_modules_without_parameters_may_come_and_go() -> None:
     step_of(model)
 
 
+def test_replacing_a_parameter_of_a_model_that_was_frozen_before() -> None:
+    """It trains nothing, and its forwards gather all the same."""
+    model = nn.Sequential(Block()).requires_grad_(False)
+    fully_shard(model)
+    model(torch.ones(2, 7))
+    model[0].linear.weight = nn.Parameter(torch.zeros(7, 7), requires_grad=False)
+    with pytest.raises(RuntimeError, match=r"parameter '0.linear.weight' was replaced after fully_shard"):
+        model(torch.ones(2, 7))
+
+
 def test_ranks_that_come_after_sharding() -> None:
     """A model that was sharded as a world of one trains no more once there are others, and may be evaluated."""
     alone, meant = fully_shard(Block()), fully_shard(Block(), WORLD_OF_ONE)

@@ -201,6 +201,26 @@ def test_other_numbers_of_experts_have_no_norm() -> None:
     assert all("give every rank as many experts" in message for message in simulate(on_each_rank, 2))
 
 
+def test_frozen_experts_do_not_count_for_norms() -> None:
+    """Ranks may hold different numbers of them: the norm is that of the trained ones."""
+
+    def on_each_rank() -> float:
+        rank = dist.get_rank()
+        torch.manual_seed(0)
+        experts = nn.Sequential(*[nn.Linear(FEATURES, FEATURES) for _ in range(1 + rank)])
+        for frozen in experts[1:]:
+            frozen.requires_grad_(False)
+        model = Mixture(experts)
+        groups = [dist.new_group([other]) for other in (0, 1)]
+        fully_shard(model.experts, mesh=groups[rank])
+        fully_shard(model)
+        mean_loss(model(torch.ones(3, 5))).backward()
+        return float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+
+    first, second = simulate(on_each_rank, 2)
+    assert first == second > 0
+
+
 def test_a_mesh_beyond_the_outermost_units_is_refused() -> None:
     def on_each_rank() -> None:
         torch.manual_seed(0)

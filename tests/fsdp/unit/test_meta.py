@@ -400,6 +400,14 @@ def test_an_ignored_parameter_alone_in_its_module_may_wait_for_its_memory() -> N
     model(torch.ones(1, 3)).sum().backward()
 
 
+def test_an_ignored_parameter_on_meta_says_nothing_of_the_device() -> None:
+    model: Any = nn.Sequential(fully_shard(nn.Linear(3, 3), WORLD_OF_ONE))
+    model.register_parameter("later", nn.Parameter(torch.ones(3, device="meta")))
+    fully_shard(model, WORLD_OF_ONE, ignored_params=[model.later])
+    assert model.later.is_meta
+    model(torch.ones(1, 3)).sum().backward()
+
+
 def test_a_llama_gets_its_frequencies() -> None:
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 64}
