@@ -2,7 +2,7 @@
 
 from fault import Change, Fault
 
-HERE = "tests/te_integration/foreign/test_distributed_weights.py::"
+HERE = "tests/fsdp/unit/test_distributed_weights.py::"
 OPTIONS = HERE + "test_under_each_option"
 UNIT, ASKS = "maingrad.fsdp.unit.weight_unit", "maingrad.fsdp.iteration.weights"
 

@@ -203,18 +203,22 @@ def look_at_memory(kind: str, groups: int) -> None:
     """Runs on each rank: at most the weight that is used and one ahead of use are whole, once an order is known."""
     model = make(kind, asked=True)
     seen: list[set[str]] = []
+    behind: list[set[str]] = []  # when backward has passed a module
     for module in model.modules():
         if isinstance(module, AskingLinear | AskingGrouped | AskingMLP):
             module.register_forward_hook(lambda *_: seen.append(gathered(model)), prepend=True)
-            module.register_full_backward_hook(lambda *_: seen.append(gathered(model)))
+            module.register_full_backward_hook(lambda *_: behind.append(gathered(model)))
     for step in range(2):
         seen.clear()
+        behind.clear()
         one_iteration(model, step, 1)
         model.zero_grad()
         assert not any(root_of(model).weights._asked.values())  # recomputes of frozen weights too
-    labels = set().union(*seen)
+    labels = set().union(*seen, *behind)
     assert len(labels) == 2 * groups
-    assert max(map(len, seen)) <= 3  # the two of one module, and the next
+    assert max(map(len, seen + behind)) <= 3  # the two of one module, and the next
+    if kind == "blocks":
+        assert all(behind[:-1])  # what comes next is under way
     assert not gathered(model)
     with torch.no_grad():
         model(batch(0, 0))
@@ -227,6 +231,24 @@ def look_at_memory(kind: str, groups: int) -> None:
 )
 def test_a_weight_is_whole_for_its_module_alone(kind: str, groups: int) -> None:
     simulate(look_at_memory, 2, kind, groups)
+
+
+def look_between(reshard: bool | None) -> int:
+    """Runs on each rank: how many groups are whole between forward and backward of an outermost unit."""
+    torch.manual_seed(0)
+    model: Any = fully_shard(Block(), distributed_weights=True, reshard_after_forward=reshard)
+    for step in range(2):
+        model.zero_grad()
+        loss = model(batch(step, 0)).square().mean()
+        found = len(gathered(model))
+        loss.backward()
+    return found
+
+
+@pytest.mark.parametrize(("reshard", "count"), [(None, 1), (True, 1), (False, 5)])
+def test_weights_of_the_outermost_unit_are_freed_too_unless_it_says_otherwise(reshard: bool | None, count: int) -> None:
+    """Backward begins with the last one."""
+    assert simulate(look_between, 2, reshard) == [count] * 2
 
 
 def look_at_reductions() -> None:
@@ -462,6 +484,12 @@ def pack() -> None:
         model(batch(0, 0))
     with torch.no_grad():
         model(batch(0, 0))
+    frozen = fully_shard(AskingLinear(WIDTH, WIDTH, bias=False).requires_grad_(False), distributed_weights=True)
+    x = batch(0, 0).requires_grad_()
+    with torch.autograd.graph.save_on_cpu():  # what comes back has the values
+        frozen(x).sum().backward()
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad[0], weights_of(frozen)["weight"].sum(0))
 
 
 def test_saved_tensors_that_come_back_as_others_are_refused() -> None:
