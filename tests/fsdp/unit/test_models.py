@@ -468,18 +468,3 @@ def test_a_rank_of_padding_alone_gathers_with_the_others_after_a_step_by_hand(ki
         return seen
 
     assert simulate(on_each_rank, 2) == [[1.0, 0.75, 0.5]] * 2
-
-
-def test_ignored_parameters_keep_each_ranks_values() -> None:
-    """The first rank's are copied of what is sharded, and of buffers."""
-
-    def on_each_rank() -> None:
-        rank, _ = rank_and_size()
-        model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-        for tensor in (model[0].bias, model[1].running_mean):
-            nn.init.constant_(tensor, float(rank))
-        fully_shard(model, ignored_params=[model[0].bias])
-        assert model[0].bias.tolist() == [rank] * 2
-        assert model[1].running_mean.tolist() == [0.0] * 2
-
-    simulate(on_each_rank, 2)
