@@ -161,13 +161,10 @@ class WeightUnit(Unit):
         return record.view  # the first contribution counts as written when it is handed over
 
     def deliver(self, param: nn.Parameter, wgrad: Tensor) -> None:
-        """Add a gradient that the module has handed over to ``main_grad``, unless it was written there."""
+        """Add a gradient that the module has handed over to ``main_grad``."""
         record = record_of(param)
         assert record is not None, "a module hands over gradients of trained weights"
-        if wgrad.is_set_to(record.view):
-            record.open_for_write()
-        else:
-            add_to_main_grad(record, wgrad)
+        add_to_main_grad(record, wgrad)  # the first one overwrites: nothing is done where it was written there
         hand_over(param, record, fused=True)
 
     def _finalize(self, wgrads: Any) -> Any:
