@@ -159,7 +159,7 @@ class GraphedTrainingStep(StepGraphs[P, T, ShardedVariant]):
     def one_iteration(self) -> Iterator[None]:
         with counted_steps(self._name, self._optimizer, self._shard_ids) as mine:
             yield
-        if len(mine) != 1 or self._has_grads() or not self._root.grads.is_clear:
+        if len(mine) != 1 or self._has_grads():
             left = ", and has left .grad: let optimizer.zero_grad() be its last call" if self._has_grads() else ""
             raise RuntimeError(
                 f"{self._name} must run one whole iteration: it called optimizer.step() {len(mine)} times{left}"

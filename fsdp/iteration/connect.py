@@ -95,9 +95,9 @@ def ranks_of_model(units: Sequence[Unit]) -> RankGrid:
 def _join_slices(units: Sequence[Unit], tensor: dist.ProcessGroup) -> None:
     """Have all parameters know what they are of the whole: units without slices may have been sharded before.
 
-    Raises ``ValueError`` for slices that nobody says it of, and for slices of several groups.
+    Raises ``ValueError`` for slices that nobody says it of. ``fully_shard`` of the outermost module has refused slices
+    of several groups.
     """
-    members = dist.get_process_group_ranks(tensor)
     for pair in (pair for unit in units for pair in unit.pairs):
         info = pair.sharded.shard
         found = info.model_slice
@@ -109,11 +109,6 @@ def _join_slices(units: Sequence[Unit], tensor: dist.ProcessGroup) -> None:
         found = slice_of_marks(pair.whole, tensor) if found is None else found
         if found.grad == "expert":
             continue
-        if found.group is not None and (others := dist.get_process_group_ranks(found.group)) != members:
-            raise ValueError(
-                f"parameter {info.name!r} is cut over ranks {others}, and others of the model over {members}: copies "
-                f"are averaged, and norms counted, over one group of tensor-parallel ranks"
-            )
         copies = tensor.size() if found.dim is None else 1
         pair.sharded.shard = info._replace(model_slice=found, copies=copies)
 

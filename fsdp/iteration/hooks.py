@@ -29,6 +29,7 @@ from ...ddp.torch_internals import current_backward, delivers_to_all, tree_leave
 from ..unit.unit import Unit
 
 if TYPE_CHECKING:
+    from ..unit.weight_unit import WeightUnit
     from .root import Root
 
 __all__ = [
@@ -73,12 +74,14 @@ class ForwardTrace:
     task  id of the graph task that recomputes; a recomputed forward is passed once. -1: not a recompute
     """
 
-    __slots__ = ("_forwards", "_forwards_of", "awaits_backward", "task")
+    __slots__ = ("_forwards", "_forwards_of", "asked", "awaits_backward", "task")
 
     def __init__(self, task: int) -> None:
         self.task = task
         self._forwards: list[UnitForward] = []
         self._forwards_of: dict[int, list[UnitForward]] = {}
+        self.asked: list[WeightUnit] = []
+        """Weights that modules have asked for in these forwards, and that no backward has passed."""
         self.awaits_backward = False
         """An outermost forward that trains has ended, and no backward has reached it."""
 

@@ -116,7 +116,9 @@ class Root:
         self.gathers.wait(unit)
 
         # 2. Modules register the whole parameters. Hooks on inputs will tell that backward has passed the forward.
-        forward = self.forward_inside(unit)
+        forward = UnitForward(unit, tuple(running.forward.unit for running in self._running))
+        # A recompute sees what is frozen now, as it does without units.
+        forward.trains = not (self._frozen if task == -1 else self._is_frozen())
         hooks = BackwardHooks(forward, self._trace_of(task))
         self._running.append(hooks)
         unit.registered.show_whole(frozen=not forward.trains)
@@ -136,13 +138,6 @@ class Root:
         self.gathers.gather(unit)
         for other in following if unit.forward_prefetch is None else unit.forward_prefetch:
             self.gathers.gather(other)
-
-    def forward_inside(self, unit: Unit) -> UnitForward:
-        """A forward of ``unit`` that starts inside the forwards under way."""
-        forward = UnitForward(unit, tuple(running.forward.unit for running in self._running))
-        # A recompute sees what is frozen now, as it does without units.
-        forward.trains = not (self._frozen if current_backward() == -1 else self._is_frozen())
-        return forward
 
     def post_forward(self, unit: Unit, outputs: Any) -> Any:
         """A unit's forward has ended. Returns its outputs, cast by the policy."""
@@ -267,7 +262,7 @@ class Root:
             trace.awaits_backward = False
             self.grads.steps.record_use()
         trains = forward.trains and (delivers or delivers_to_any(pair.whole for pair in unit.pairs))
-        backward = self._enter(unit, task, trains=trains, delays=forward.delays)
+        backward = self.enter(unit, task, trains=trains, delays=forward.delays)
         backward.entered[unit].add(forward)
         # 4. Gather the unit again, and ahead of use the unit that backward enters next.
         self.gathers.gather(unit)
@@ -305,9 +300,9 @@ class Root:
                 f"freed: return from forward all that the loss uses, or pass reshard_after_forward=False. Before the "
                 f"autograd.grad of a gradient penalty run all forwards, or use placements='zero2'"
             )
-        self._enter(unit, current_backward(), trains=True, delays=False)
+        self.enter(unit, current_backward(), trains=True, delays=False)
 
-    def _enter(self, unit: Unit, task: int, *, trains: bool, delays: bool) -> Backward:
+    def enter(self, unit: Unit, task: int, *, trains: bool, delays: bool) -> Backward:
         """Note that backward is in the unit; the first unit of a backward begins it."""
         backward = self._backward
         if backward is None:
@@ -333,6 +328,13 @@ class Root:
         if trains:
             self.grads.backward_enters(unit, delays=delays)
         return backward
+
+    def leave(self, unit: Unit) -> None:
+        """Backward has passed the unit, unless it was not in it: 6. and 7., without a gather ahead."""
+        backward = self._backward
+        if backward is not None and unit in backward.entered:
+            self._leave_unit(unit, backward)
+            self.grads.leave(unit, final=backward.final)
 
     def _leave_unit(self, unit: Unit, backward: Backward) -> None:
         """Backward has passed the unit: register the shards, and free the whole parameters."""
@@ -362,9 +364,7 @@ class Root:
         if backward is None:
             return
         for unit in backward.tasks.get(task, ()):
-            if unit in backward.entered:
-                self._leave_unit(unit, backward)
-                self.grads.leave(unit, final=backward.final)
+            self.leave(unit)
         if task != backward.task:
             return
         self._backward = None

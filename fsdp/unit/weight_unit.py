@@ -105,8 +105,8 @@ class WeightUnit(Unit):
         """Belong to ``owner``, which registers the parameters, and bind the protocol's methods; ``inside``: its
         modules."""
         self.owner = weakref.ref(owner)
-        self._lent: set[int] = set()
-        """``id`` of weights whose ``main_grad`` a module is to overwrite."""
+        self.hands_over = False
+        """Weights were trained in the last forward: the module hands over gradients when backward passes it."""
         self.registered: Registration = owner.registered
         for pair in self.pairs:
             pair.whole.__dict__.update(
@@ -154,21 +154,17 @@ class WeightUnit(Unit):
         self.root.weights.enter(self)
         record = record_of(param)
         assert record is not None, "a module asks it of a trained weight"
-        if self.root.weights.delivers_to(param) and record.open_for_write():
-            self._lent.add(id(param))
-            return record.view
-        return torch.empty_like(record.view)  # ``main_grad`` has an earlier contribution, or gets none
+        if record.written or not self.root.weights.delivers_to(param):
+            return torch.empty_like(record.view)  # ``main_grad`` has an earlier contribution, or gets none
+        if record.make_room is not None:
+            record.make_room()
+        return record.view  # the first contribution counts as written when it is handed over
 
     def deliver(self, param: nn.Parameter, wgrad: Tensor) -> None:
-        """Add a gradient that the module has handed over to ``main_grad``, unless it was written there."""
+        """Add a gradient that the module has handed over to ``main_grad``."""
         record = record_of(param)
         assert record is not None, "a module hands over gradients of trained weights"
-        lent = id(param) in self._lent
-        self._lent.discard(id(param))
-        if lent and not wgrad.is_set_to(record.view):
-            record.view.copy_(wgrad)
-        elif not lent:
-            add_to_main_grad(record, wgrad)
+        add_to_main_grad(record, wgrad)  # the first one overwrites: nothing is done where it was written there
         hand_over(param, record, fused=True)
 
     def _finalize(self, wgrads: Any) -> Any:

@@ -184,6 +184,9 @@ def test_what_is_built() -> None:
         GraphedTrainingStep(job.train_step, job.model, stranger)
     with pytest.raises(ValueError, match="fused=True"):
         GraphedTrainingStep(job.train_step, job.model, torch.optim.Adagrad(job.model.parameters()))
+    groups = [{"params": [job.model[0].weight]}, {"params": [job.model[1].weight], "fused": False}]
+    with pytest.raises(ValueError, match="fused=True"):
+        GraphedTrainingStep(job.train_step, job.model, torch.optim.SGD(groups, lr=0.1, fused=True))
     with pytest.raises(TypeError, match="torch optimizer"):
         GraphedTrainingStep(job.train_step, job.model, job.model)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"maingrad\.ddp\.GraphedTrainingStep"):

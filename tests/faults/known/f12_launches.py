@@ -79,7 +79,7 @@ FAULTS = [
             Change(
                 "maingrad.fsdp.iteration.root",
                 "Root.on_grad",
-                "self._enter(unit, current_backward(), trains=True, delays=False)",
+                "self.enter(unit, current_backward(), trains=True, delays=False)",
                 "",
             ),
         ],

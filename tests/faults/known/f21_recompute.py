@@ -43,7 +43,7 @@ FAULTS = [
             Change(
                 "maingrad.fsdp.iteration.root",
                 "Root.on_grad",
-                "self._enter(unit, current_backward(), trains=True, delays=False)",
+                "self.enter(unit, current_backward(), trains=True, delays=False)",
                 "",
             ),
         ],
@@ -79,8 +79,8 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.fsdp.iteration.root",
-                "Root.forward_inside",
-                "forward.trains = not (self._frozen if current_backward() == -1 else self._is_frozen())",
+                "Root.pre_forward",
+                "forward.trains = not (self._frozen if task == -1 else self._is_frozen())",
                 "forward.trains = not self._frozen",
             ),
         ],

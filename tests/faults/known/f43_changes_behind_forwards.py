@@ -68,7 +68,7 @@ FAULTS = [
             ),
             Change(
                 "maingrad.fsdp.iteration.root",
-                "Root._enter",
+                "Root.enter",
                 """
                 self._all_checked = False
                 with DisableTorchFunctionSubclass():

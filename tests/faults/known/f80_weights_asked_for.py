@@ -2,7 +2,7 @@
 
 from fault import Change, Fault
 
-HERE = "tests/te_integration/foreign/test_distributed_weights.py::"
+HERE = "tests/fsdp/unit/test_distributed_weights.py::"
 OPTIONS = HERE + "test_under_each_option"
 UNIT, ASKS = "maingrad.fsdp.unit.weight_unit", "maingrad.fsdp.iteration.weights"
 
@@ -29,8 +29,8 @@ FAULTS = [
             Change(
                 UNIT,
                 "WeightUnit._grad_buffer",
-                "if self.root.weights.delivers_to(param) and record.open_for_write():",
-                "if record.open_for_write() or True:",
+                "if record.written or not self.root.weights.delivers_to(param):",
+                "if not self.root.weights.delivers_to(param):",
             )
         ],
     ),
@@ -60,7 +60,7 @@ FAULTS = [
         "80f-gradients-that-were-handed-over-wait",
         sentence="The reduction of a weight waits for the end of the backward.",
         tests=[HERE + "test_reduction_starts_when_the_gradient_is_handed_over"],
-        changes=[Change(ASKS, "WeightAsks.finalize", "self._leave(*self._last_forward(unit, task), task)", "pass")],
+        changes=[Change(ASKS, "WeightAsks.finalize", "self._root.leave(unit)", "pass")],
     ),
     Fault(
         "80g-the-gradient-of-another-use-is-dropped",
@@ -75,10 +75,10 @@ FAULTS = [
         changes=[Change(ASKS, "WeightAsks.for_forward", "if are_saves_packed() and", "if False and")],
     ),
     Fault(
-        "80i-one-backward-through-two-forwards",
-        sentence="A backward through two forwards of the model passes a weight in the last one alone, and raises.",
-        tests=[HERE + "test_one_backward_may_go_through_several_forwards"],
-        changes=[Change(ASKS, "WeightAsks._last_forward", "if not kept:", "if True:")],
+        "80i-frozen-weights-stay-until-backward-ends",
+        sentence="Backward passes frozen weights, and nobody frees them.",
+        tests=[HERE + "test_a_weight_is_whole_for_its_module_alone"],
+        changes=[Change(ASKS, "WeightAsks._pass_frozen", "self._root.gathers.release(self._frozen)", "pass")],
     ),
     Fault(
         "80j-weights-of-a-frozen-model-train",
@@ -86,10 +86,10 @@ FAULTS = [
         tests=[HERE + "test_a_frozen_model_lets_gradients_through"],
         changes=[
             Change(
-                "maingrad.fsdp.iteration.root",
-                "Root.forward_inside",
-                "forward.trains = not (",
-                "forward.trains = hasattr(unit, 'owner') or not (",
+                ASKS,
+                "WeightAsks.forward_ended",
+                "unit.hands_over = _trains(unit)",
+                "unit.hands_over = unit.trains",
             )
         ],
     ),

@@ -218,20 +218,31 @@ class SometimesBlock(nn.Module):
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
         self.always, self.layer = nn.Linear(6, 6), layer
+        self.queue: WgradQueue | None = None
+        """The forward delays by it, whether it uses the layer or not."""
 
     def forward(self, x: Tensor, use: bool) -> Tensor:
         x = x + self.always(x).tanh()
-        return x + self.layer(x) if use else x
+        with nullcontext() if self.queue is None else delayed_wgrad(self.queue):
+            return x + self.layer(x) if use else x
 
 
 def used(rank: int, index: int) -> list[bool]:
     return [(rank + index + place) % 3 > 0 for place in range(3)]
 
 
+def test_some_ranks_alone_use_what_the_forward_of_a_unit_delays() -> None:
+    some_ranks_alone("zero3", "forward")
+
+
 @pytest.mark.parametrize("who", ["modules", "queue"])
 @pytest.mark.parametrize("kind", ["zero1", "zero2", "zero3", "hsdp", "hsdp_zero1"])
 @pytest.mark.sampled(2)
 def test_some_ranks_alone_use_what_delays(kind: str, who: str) -> None:
+    some_ranks_alone(kind, who)
+
+
+def some_ranks_alone(kind: str, who: str) -> None:
     """Different ranks in every microbatch. A rank computes its delayed gradients one microbatch later."""
 
     def plain(twin: nn.Module, rank: int) -> None:
@@ -240,6 +251,8 @@ def test_some_ranks_alone_use_what_delays(kind: str, who: str) -> None:
 
     def delaying(model: Any, rank: int) -> None:
         queue = WgradQueue()
+        for block in model.blocks if who == "forward" else ():
+            block.queue = queue
         for index, batch in enumerate(batches_of(rank, 4)):
             with model.no_sync() if index < 3 else nullcontext():
                 with delayed_wgrad(queue) if who == "queue" else nullcontext():

@@ -740,6 +740,7 @@ def test_gradients_are_freed_between_steps() -> None:
         ({"offload_state": "disk"}, "offload_state"),
         ({"amsgrad": True}, "amsgrad"),
         ({"foreach": True}, "one pass"),
+        ({"capturable": True}, "one pass"),
         ({"fused": False}, "one pass"),
         ({"decoupled_weight_decay": True}, "take the class AdamW"),
     ],

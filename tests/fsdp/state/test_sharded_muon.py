@@ -210,6 +210,40 @@ def test_groups_that_a_program_assigns_reach_each_class() -> None:
         assert_same(after, before)
 
 
+def test_a_step_calls_its_closure() -> None:
+    """With gradients enabled, and before the update."""
+    model, optimizer = shard()
+    before = whole(model)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = model(torch.ones(2, 64)).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    expected = model(torch.ones(2, 64)).square().mean().detach()
+    assert torch.equal(optimizer.step(closure), expected)
+    assert not any(torch.equal(before[name], value) for name, value in whole(model).items())
+    muon = ShardedMuon([model[0].weight], lr=0.1)
+    assert muon.step(closure) < expected
+
+
+def test_a_split_that_changes_between_steps_counts() -> None:
+    def weights_of(*, is_sharded: bool) -> Tensor:
+        model: Any = make_net()
+        if is_sharded:
+            fully_shard(model)
+        optimizer = (ShardedMuon if is_sharded else Muon)([model[0].weight], lr=0.1)
+        for step, split in enumerate(([64], [16, 48], [32, 32])):
+            optimizer.param_groups[0]["split"] = split
+            backward(model, step, 0)
+            optimizer.step()
+            optimizer.zero_grad()
+        return model[0].weight.detach()
+
+    assert torch.equal(weights_of(is_sharded=True), weights_of(is_sharded=False))
+
+
 def test_several_microbatches_within_rounding() -> None:
     def on_each_rank(is_sharded: bool) -> dict[str, Tensor]:
         if is_sharded:
@@ -253,6 +287,9 @@ def test_what_is_no_matrix_or_no_shard_is_refused() -> None:
             make_optimizer(model, param_groups=[{"params": "*", "optimizer": Muon}])
         with pytest.raises(ValueError, match=r"ShardedMuon updates parameters of fully_shard"):
             ShardedMuon([nn.Parameter(torch.zeros(4, 4))])
+        half = fully_shard(nn.Sequential(nn.Linear(4, 4, dtype=torch.bfloat16)))
+        with pytest.raises(ValueError, match=r"'0.weight' is torch.bfloat16: ShardedMuon updates fp32 shards"):
+            ShardedMuon([half[0].weight])
         with pytest.raises(ValueError, match=r"compact.* are for Adam and AdamW over a sharded model, .* has Muon"):
             make_optimizer(model, param_groups=GROUPS, state="compact")
 

@@ -369,11 +369,36 @@ def test_slices_that_no_call_tells_are_refused() -> None:
         experts = nn.Linear(4, 4)
         experts.weight.allreduce = False  # type: ignore[assignment]
         second = refusal(lambda: fully_shard(experts, mesh, tensor_parallel_group=group))
+        expert = nn.Sequential(nn.Linear(32, 32, bias=False))
+        expert[0].weight.allreduce = False  # type: ignore[assignment]
+        fully_shard(expert, mesh)
+        around = fully_shard(nn.Sequential(expert, cut(Plain(), group)), mesh, tensor_parallel_group=group)
+        third = refusal(lambda: around(torch.ones(2, 32)))
+        assert "with parameter '0.0.weight' was sharded without them" in third
         return [first, second]
 
     for first, second in simulate(on_each_rank, 4):
         assert "with parameter 'blocks.0.down.weight' was sharded without them" in first
         assert "'weight' is an expert's" in second
+
+
+def test_slices_over_ranks_of_different_groups_are_refused() -> None:
+    """Pairs of ranks have slices of the first layer, all four of the second."""
+
+    def on_each_rank() -> str:
+        pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+        alike = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
+        model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+        for layer in model:
+            layer.weight.tensor_model_parallel, layer.weight.partition_dim = True, 0  # type: ignore[assignment]
+        rank = dist.get_rank()
+        fully_shard(model[0], alike[rank % 2], tensor_parallel_group=pairs[rank // 2])
+        fully_shard(model[1], WORLD_OF_ONE, tensor_parallel_group=dist.group.WORLD)
+        return refusal(lambda: fully_shard(model, WORLD_OF_ONE))
+
+    for text in simulate(on_each_rank, 4):
+        assert "'1.weight' is a slice over ranks [0, 1, 2, 3]" in text
+        assert "cut all parameters over one group" in text
 
 
 def test_muon_refuses_slices_by_name() -> None:

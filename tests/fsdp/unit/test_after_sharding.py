@@ -11,6 +11,10 @@ from sharded_twin import Block, Net, batches_of, mean_loss, shard_blocks
 from torch import nn
 from torch.nn.utils import parametrize
 
+from maingrad.ddp import WORLD_OF_ONE
+from maingrad.fsdp import fully_shard
+from maingrad.launch import simulate
+
 
 def step_of(model: nn.Module) -> None:
     mean_loss(model(batches_of(0, 1, dtype=torch.float32)[0])).backward()
@@ -140,3 +144,30 @@ def test_modules_without_parameters_may_come_and_go() -> None:
     model.blocks[1] = torch.nn.Sequential(model.blocks[1])
     step_of(model)
     step_of(model)
+
+
+def test_replacing_a_parameter_of_a_model_that_was_frozen_before() -> None:
+    """It trains nothing, and its forwards gather all the same."""
+    model = nn.Sequential(Block()).requires_grad_(False)
+    fully_shard(model)
+    model(torch.ones(2, 7))
+    model[0].linear.weight = nn.Parameter(torch.zeros(7, 7), requires_grad=False)
+    with pytest.raises(RuntimeError, match=r"parameter '0.linear.weight' was replaced after fully_shard"):
+        model(torch.ones(2, 7))
+
+
+def test_ranks_that_come_after_sharding() -> None:
+    """A model that was sharded as a world of one trains no more once there are others, and may be evaluated."""
+    alone, meant = fully_shard(Block()), fully_shard(Block(), WORLD_OF_ONE)
+    x = torch.ones(2, 7)
+
+    def on_each_rank() -> None:
+        if torch.distributed.get_rank():
+            return
+        with pytest.raises(RuntimeError, match=r"was made before torch.distributed.init_process_group\(\)"):
+            alone(x)
+        with torch.no_grad():
+            assert alone(x).shape == (2, 7)
+        meant(x).sum().backward()
+
+    simulate(on_each_rank, 2)

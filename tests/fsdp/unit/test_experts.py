@@ -201,6 +201,26 @@ def test_other_numbers_of_experts_have_no_norm() -> None:
     assert all("give every rank as many experts" in message for message in simulate(on_each_rank, 2))
 
 
+def test_frozen_experts_do_not_count_for_norms() -> None:
+    """Ranks may hold different numbers of them: the norm is that of the trained ones."""
+
+    def on_each_rank() -> float:
+        rank = dist.get_rank()
+        torch.manual_seed(0)
+        experts = nn.Sequential(*[nn.Linear(FEATURES, FEATURES) for _ in range(1 + rank)])
+        for frozen in experts[1:]:
+            frozen.requires_grad_(False)
+        model = Mixture(experts)
+        groups = [dist.new_group([other]) for other in (0, 1)]
+        fully_shard(model.experts, mesh=groups[rank])
+        fully_shard(model)
+        mean_loss(model(torch.ones(3, 5))).backward()
+        return float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+
+    first, second = simulate(on_each_rank, 2)
+    assert first == second > 0
+
+
 def test_a_mesh_beyond_the_outermost_units_is_refused() -> None:
     def on_each_rank() -> None:
         torch.manual_seed(0)
@@ -235,3 +255,34 @@ def test_a_checkpoint_has_the_experts_of_all_instances(tmp_path: Path) -> None:
         return all(torch.equal(one.detach(), other.detach()) for one, other in pairs)
 
     assert simulate(save_and_load, 8) == [True] * 8
+
+
+def begins_with_experts(seed: int) -> Any:
+    """Two kinds of experts on four ranks, before a dense layer; the outermost unit has no parameters of its own."""
+    everyone = init_device_mesh("cpu", (4,))
+    own = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "kind"))["shard"]
+    torch.manual_seed(seed + dist.get_rank() % 2)
+    expert = nn.Linear(4, 5)
+    torch.manual_seed(seed)
+    model = nn.Sequential(expert, nn.Linear(5, 3))
+    fully_shard(model[0], mesh=own)
+    for module in (model[1], model):
+        fully_shard(module, mesh=everyone)
+    return model
+
+
+def test_a_model_may_begin_with_its_experts(tmp_path: Path) -> None:
+    """In a checkpoint, and in a state dict, whose DTensors are over the ranks that hold the same ones."""
+
+    def save_and_load() -> bool:
+        saved, loaded = begins_with_experts(0), begins_with_experts(10)
+        save_checkpoint(tmp_path / "c", saved)
+        load_checkpoint(tmp_path / "c", loaded)
+        entry = saved.state_dict()["0.weight"]
+        assert entry.device_mesh.size() == 2
+        with saved.unsharded():
+            assert torch.equal(entry.full_tensor(), saved[0].weight)
+        pairs = zip(saved.parameters(), loaded.parameters(), strict=True)
+        return all(torch.equal(one.detach(), other.detach()) for one, other in pairs)
+
+    assert simulate(save_and_load, 4) == [True] * 4

@@ -335,6 +335,79 @@ def test_with_init_sync_the_first_rank_alone_must_write(writer: int) -> None:
             simulate(on_each_rank, 2)
 
 
+def test_without_init_sync_every_rank_must_write() -> None:
+    def on_each_rank() -> None:
+        rank, _ = rank_and_size()
+        init_fn = ones if rank == 0 else lambda module: None
+        fully_shard(on_meta(lambda: nn.Linear(5, 5)), device="cpu", init_fn=init_fn, init_sync=False)
+
+    with pytest.raises(Exception, match="'weight' of Linear was on the meta device"):
+        simulate(on_each_rank, 2)
+
+
+class WithBuffer(nn.Module):
+    """A linear layer with a buffer on the meta device."""
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.register_buffer("codes", buffer)
+
+    def forward(self, x: Any) -> Any:
+        return self.linear(x)
+
+
+def fill_part(codes: torch.Tensor) -> None:
+    codes.data.copy_(torch.tensor([0xA5, 0, 0xA5, 1]))
+
+
+@pytest.mark.parametrize("write", [lambda codes: codes.fill_(0xA5), fill_part])
+def test_bytes_that_look_unwritten_are_taken(write: Any) -> None:
+    """Any value of a byte may be the program's own: whoever writes some other value, or counts, has written."""
+    model = WithBuffer(torch.empty(4, dtype=torch.uint8, device="meta"))
+    fully_shard(model, WORLD_OF_ONE, device="cpu", init_fn=lambda module: write(module.codes))
+    assert model.codes[0] == 0xA5
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_complex_buffers_are_written_or_refused(dtype: torch.dtype) -> None:
+    model = WithBuffer(torch.empty(4, dtype=dtype, device="meta"))
+    with pytest.raises(ValueError, match=r"buffer 'codes' of WithBuffer .* no value after"):
+        fully_shard(model, WORLD_OF_ONE, device="cpu", init_fn=lambda module: None)
+    model = WithBuffer(torch.empty(4, dtype=dtype, device="meta"))
+    fully_shard(model, WORLD_OF_ONE, device="cpu", init_fn=lambda module: module.codes.fill_(2 - 1j))
+    assert model.codes.tolist() == [2 - 1j] * 4
+
+
+def test_an_initialiser_that_leaves_a_tensor_on_meta_is_refused() -> None:
+    def initialise(module: nn.Module) -> None:
+        module.codes = torch.ones(4, device="meta")
+
+    model = WithBuffer(torch.ones(4, device="meta"))
+    with pytest.raises(ValueError, match="buffer 'codes' of WithBuffer was on the meta device, and is on it still"):
+        fully_shard(model, WORLD_OF_ONE, device="cpu", init_fn=initialise)
+
+
+def test_an_ignored_parameter_alone_in_its_module_may_wait_for_its_memory() -> None:
+    """The program makes it later: nobody asks its module for a ``reset_parameters()``."""
+    scale = nn.Module()
+    scale.weight = nn.Parameter(torch.ones(3, device="meta"))
+    model: Any = nn.Sequential(nn.Linear(3, 3))
+    model.scale = scale
+    model.forward = lambda x: model[0](x)
+    fully_shard(model, WORLD_OF_ONE, device="cpu", ignored_params=[scale.weight])
+    assert scale.weight.is_meta
+    model(torch.ones(1, 3)).sum().backward()
+
+
+def test_an_ignored_parameter_on_meta_says_nothing_of_the_device() -> None:
+    model: Any = nn.Sequential(fully_shard(nn.Linear(3, 3), WORLD_OF_ONE))
+    model.register_parameter("later", nn.Parameter(torch.ones(3, device="meta")))
+    fully_shard(model, WORLD_OF_ONE, ignored_params=[model.later])
+    assert model.later.is_meta
+    model(torch.ones(1, 3)).sum().backward()
+
+
 def test_a_llama_gets_its_frequencies() -> None:
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 64}

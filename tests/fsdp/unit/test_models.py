@@ -417,6 +417,7 @@ class Looks(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(6))
         self.weight.note = "the program's"
+        self.weight.shard = "the program's too"
         self.seen: list[Any] = []
 
     def forward(self, x: Tensor, index: Tensor, *, mask: Tensor, pair: Any) -> Any:
@@ -433,6 +434,7 @@ def test_casts_of_a_policy_leave_integers_alone_and_parameters_keep_what_the_pro
     assert model.seen == [torch.bfloat16, torch.int64, torch.bool, torch.bfloat16, torch.int32, "the program's"]
     assert (rows.dtype, rest["index"].dtype, rest["half"].dtype) == (torch.float64, torch.int64, torch.float64)
     assert model.weight.note == "the program's"
+    assert model.weight.shard.name == "weight"  # ours, under a name that the program has used
 
 
 def test_f_linear_over_a_units_own_parameters_works_in_its_forward() -> None:

@@ -207,6 +207,21 @@ def test_a_write_through_data_in_a_first_forward_is_refused(trains: bool, assign
     simulate(on_the_rank, 1)
 
 
+def test_a_write_through_data_in_a_first_forward_without_gradients_is_refused() -> None:
+    """As of a momentum encoder, whose module stays in training."""
+
+    class Momentum(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            if not torch.is_grad_enabled():
+                self.weight.data.mul_(0.9)
+            return super().forward(x)
+
+    model = fully_shard(Momentum(4, 4), WORLD_OF_ONE)
+    model(rows_of(0))
+    with torch.no_grad(), pytest.raises(RuntimeError, match=r"'weight' was written in the forward through \.data"):
+        model(rows_of(0))
+
+
 # ---- Where else a forward writes. ----
 
 
@@ -426,3 +441,21 @@ def test_a_graphed_step_replays_declared_writes() -> None:
         assert_equal(model, plain, 1e-12)
 
     simulate(on_each_rank, 2)
+
+
+class Swapping(nn.Module):
+    """Gives its weight other memory with the same values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data = self.weight.data.clone()
+        return x * self.weight
+
+
+def test_other_memory_of_a_whole_parameter_is_refused() -> None:
+    """Later gathers write to the memory of before."""
+    with pytest.raises(RuntimeError, match=r"'weight' was written in the forward through \.data"):
+        fully_shard(Swapping(), WORLD_OF_ONE)(torch.ones(4))

@@ -83,12 +83,22 @@ class Contained(Operations):
         super().__init__(*(AskingGrouped(2, WIDTH, fuse=fuse, operation=True) for _ in range(2)))
 
 
+class FrozenAndRecomputed(Block):
+    """A recomputed block of which three weights are frozen."""
+
+    def __init__(self, *, fuse: bool = True) -> None:
+        super().__init__(fuse=fuse, recompute=True)
+        for weight in (self.linear.weight, self.mlp.fc1_weight, self.mlp.fc2_weight):
+            weight.requires_grad_(False)
+
+
 KINDS: dict[str, Callable[..., nn.Module]] = {
     "blocks": Block,
     "recomputed": functools.partial(Block, recompute=True),
     "used twice": Twice,
     "operations": Contained,
     "half frozen": Half,
+    "frozen and recomputed": FrozenAndRecomputed,
 }
 
 
@@ -189,29 +199,56 @@ def gathered(model: Any) -> set[str]:
     return {unit.label for unit in root_of(model).units if unit.gathered and isinstance(unit, WeightUnit)}
 
 
-def look_at_memory() -> None:
+def look_at_memory(kind: str, groups: int) -> None:
     """Runs on each rank: at most the weight that is used and one ahead of use are whole, once an order is known."""
-    model = make("blocks", asked=True)
+    model = make(kind, asked=True)
     seen: list[set[str]] = []
+    behind: list[set[str]] = []  # when backward has passed a module
     for module in model.modules():
         if isinstance(module, AskingLinear | AskingGrouped | AskingMLP):
             module.register_forward_hook(lambda *_: seen.append(gathered(model)), prepend=True)
-            module.register_full_backward_hook(lambda *_: seen.append(gathered(model)))
+            module.register_full_backward_hook(lambda *_: behind.append(gathered(model)))
     for step in range(2):
         seen.clear()
+        behind.clear()
         one_iteration(model, step, 1)
         model.zero_grad()
-    labels = set().union(*seen)
-    assert len(labels) == 2 * 5  # of 8 weights of a block, those of 5 groups come together
-    assert max(map(len, seen)) <= 3  # the two of one module, and the next
+        assert not any(root_of(model).weights._asked.values())  # recomputes of frozen weights too
+    labels = set().union(*seen, *behind)
+    assert len(labels) == 2 * groups
+    assert max(map(len, seen + behind)) <= 3  # the two of one module, and the next
+    if kind == "blocks":
+        assert all(behind[:-1])  # what comes next is under way
     assert not gathered(model)
     with torch.no_grad():
         model(batch(0, 0))
     assert not gathered(model)
 
 
-def test_a_weight_is_whole_for_its_module_alone() -> None:
-    simulate(look_at_memory, 2)
+@pytest.mark.parametrize(
+    ("kind", "groups"),
+    [("blocks", 5), ("recomputed", 5), ("frozen and recomputed", 5)],  # of 8 weights of a block
+)
+def test_a_weight_is_whole_for_its_module_alone(kind: str, groups: int) -> None:
+    simulate(look_at_memory, 2, kind, groups)
+
+
+def look_between(reshard: bool | None) -> int:
+    """Runs on each rank: how many groups are whole between forward and backward of an outermost unit."""
+    torch.manual_seed(0)
+    model: Any = fully_shard(Block(), distributed_weights=True, reshard_after_forward=reshard)
+    for step in range(2):
+        model.zero_grad()
+        loss = model(batch(step, 0)).square().mean()
+        found = len(gathered(model))
+        loss.backward()
+    return found
+
+
+@pytest.mark.parametrize(("reshard", "count"), [(None, 1), (True, 1), (False, 5)])
+def test_weights_of_the_outermost_unit_are_freed_too_unless_it_says_otherwise(reshard: bool | None, count: int) -> None:
+    """Backward begins with the last one."""
+    assert simulate(look_between, 2, reshard) == [count] * 2
 
 
 def look_at_reductions() -> None:
@@ -339,21 +376,6 @@ def test_a_frozen_model_lets_gradients_through(kind: str) -> None:
     simulate(freeze_all, 2, kind)
 
 
-def recompute_frozen() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(Block(recompute=True), nn.Linear(WIDTH, 4))
-    model[0].linear.weight.requires_grad_(False)
-    fully_shard(model, distributed_weights=True)
-    for step in range(3):
-        one_iteration(model, step, 1)
-        model.zero_grad()
-    assert max(map(len, root_of(model).weights._forwards.values())) <= 1
-
-
-def test_recomputes_of_frozen_weights_are_forgotten() -> None:
-    simulate(recompute_frozen, 2)
-
-
 class Failing(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -462,6 +484,12 @@ def pack() -> None:
         model(batch(0, 0))
     with torch.no_grad():
         model(batch(0, 0))
+    frozen = fully_shard(AskingLinear(WIDTH, WIDTH, bias=False).requires_grad_(False), distributed_weights=True)
+    x = batch(0, 0).requires_grad_()
+    with torch.autograd.graph.save_on_cpu():  # what comes back has the values
+        frozen(x).sum().backward()
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad[0], weights_of(frozen)["weight"].sum(0))
 
 
 def test_saved_tensors_that_come_back_as_others_are_refused() -> None:

@@ -1,0 +1,135 @@
+"""Optimizer state where groups, options or masters change between steps, and the counters of a scalar's state."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from maingrad.ddp import load_checkpoint, save_checkpoint
+from maingrad.fsdp import ShardedAdamW, fully_shard, translate_state_dicts
+from maingrad.launch import simulate
+
+HYPER: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1}
+
+
+def make(dtype: torch.dtype = torch.bfloat16) -> Any:
+    torch.manual_seed(0)
+    return fully_shard(nn.Sequential(nn.Linear(8, 8, dtype=dtype), nn.Linear(8, 8, dtype=dtype)))
+
+
+def step(optimizer: torch.optim.Optimizer, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for param in (param for group in optimizer.param_groups for param in group["params"]):
+        param.grad = torch.randn(param.shape, generator=generator)
+    optimizer.step()
+
+
+def groups_later(place: str | None) -> list[Tensor]:
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(*(nn.Linear(8, width, dtype=torch.bfloat16) for width in (8, 24)))
+    for module in (*model, model):
+        fully_shard(module)
+    params = list(model.parameters())
+    optimizer = ShardedAdamW(params[:2], **HYPER, offload_state=place)
+    for seed in range(2):
+        step(optimizer, seed)
+    optimizer.add_param_group({"params": params[2:]})  # of a larger bucket
+    for seed in range(2, 5):
+        step(optimizer, seed)
+    return list(optimizer.masters().values())
+
+
+def test_a_group_that_comes_after_steps_with_state_on_the_host() -> None:
+    """Its members have other places in the memory on the device, and so have those of before."""
+    assert all(map(torch.equal, groups_later("host"), groups_later(None)))
+
+
+def test_groups_that_all_maximize_by_now_go_up() -> None:
+    model = make(torch.float32)
+    optimizer = ShardedAdamW(model.parameters(), lr=0.1, weight_decay=0.0)
+    for group in optimizer.param_groups:
+        group["maximize"] = True
+    before = model[0].weight.detach().clone()
+    for param in model.parameters():
+        param.grad = torch.ones(param.shape)
+    optimizer.step()
+    assert (model[0].weight.detach() > before).all()
+
+
+def test_a_parameter_that_moves_to_another_group_has_that_ones_options() -> None:
+    model = make(torch.float32)
+    first, *rest = model.parameters()
+    optimizer = ShardedAdamW([{"params": [first], "lr": 0.1}, {"params": rest, "lr": 0.0}], weight_decay=0.0)
+    step(optimizer, 0)
+    optimizer.param_groups[1]["params"].insert(0, optimizer.param_groups[0]["params"].pop())  # in the same order
+    before = first.detach().clone()
+    step(optimizer, 1)
+    assert torch.equal(first.detach(), before)
+
+
+def test_a_write_between_two_loads_that_change_nothing_is_a_master() -> None:
+    """Loads of the values that a parameter has keep its 16 bits of remainder, and a write forgets them."""
+    model = make()
+    optimizer = ShardedAdamW(model.parameters(), **HYPER)
+    for seed in range(3):
+        step(optimizer, seed)
+    param = model[0].weight
+    assert not torch.equal(optimizer.masters()[param], param.detach().float().view(-1))
+    for _ in range(2):
+        model.load_state_dict(model.state_dict())
+    assert not torch.equal(optimizer.masters()[param], param.detach().float().view(-1))
+    model.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        param.mul_(1.0)
+    model.load_state_dict(model.state_dict())
+    assert torch.equal(optimizer.masters()[param], param.detach().float().view(-1))
+
+
+def test_state_of_a_model_that_is_frozen_meanwhile_is_saved(tmp_path: Path) -> None:
+    """As a discriminator is, while another model trains."""
+    model, other = make(torch.float32), make(torch.float32)
+    optimizer, loaded = (torch.optim.AdamW(each.parameters(), lr=0.1) for each in (model, other))
+    step(optimizer, 0)
+    model.requires_grad_(False)
+    save_checkpoint(tmp_path / "c", model, optimizer)
+    load_checkpoint(tmp_path / "c", other, loaded)
+    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(optimizer.state[mine]["exp_avg"], loaded.state[theirs]["exp_avg"])
+        assert loaded.state[theirs]["exp_avg"].any()
+
+
+class Scale(nn.Module):
+    """One parameter without dims."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+@pytest.mark.parametrize("cls", [torch.optim.NAdam, torch.optim.ASGD, torch.optim.AdamW])
+def test_counters_of_a_scalar_are_saved_as_numbers(cls: type[torch.optim.Optimizer]) -> None:
+    """Its moments have no dims either: names tell which are DTensors, and every rank has the counters."""
+
+    def on_each_rank() -> dict[str, bool]:
+        from torch.distributed.tensor import DTensor
+
+        model = fully_shard(Scale())
+        optimizer = cls(model.parameters(), lr=0.1)
+        translate_state_dicts(optimizer)
+        model(torch.ones(2)).sum().backward()
+        optimizer.step()
+        (state,) = optimizer.state_dict()["state"].values()
+        return {key: isinstance(value, DTensor) for key, value in state.items() if isinstance(value, Tensor)}
+
+    for found in simulate(on_each_rank, 2):
+        assert {key for key, is_sharded in found.items() if not is_sharded} == found.keys() & {
+            "step",
+            "mu_product",
+            "mu",
+            "eta",
+        }
