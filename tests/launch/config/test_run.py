@@ -283,7 +283,11 @@ INSTANCES = "ddp.num_distributed_optimizer_instances"
         ("ddp", {"keep_params_whole": True}, SAID),
         ("ddp", {"grad_reduce_wire_dtype": "bfloat16"}, f"ddp.grad_reduce_wire_dtype {ONE_COPY}"),
         ("ddp", {"num_distributed_optimizer_instances": 2}, f"{INSTANCES} {ONE_COPY}"),
-        ("zero1", {"use_distributed_optimizer": False}, 'distributed_optimizer = False: contradicts parallel = "zero1"'),
+        (
+            "zero1",
+            {"use_distributed_optimizer": False},
+            'distributed_optimizer = False: contradicts parallel = "zero1"',
+        ),
         ("zero1", {"num_distributed_optimizer_instances": 2}, f'{INSTANCES} = 2: contradicts parallel = "zero1"'),
         ("hybrid", {"num_distributed_optimizer_instances": 1}, f'{INSTANCES} = 1: contradicts parallel = "hybrid"'),
         ("zero1", {"num_buckets": 3, "bucket_size": 9}, "ddp.bucket_size and num_buckets both say where buckets end"),
