@@ -423,7 +423,7 @@ def test_what_is_no_text_is_named(tmp_path: Path, name: str, content: bytes | No
     ("end", "dtype"), [(None, "uint8"), (255, "uint8"), (256, "uint16"), (2**16 - 1, "uint16"), (2**16, "uint32")]
 )
 def test_tokens_are_as_wide_as_the_largest_id_needs(tmp_path: Path, end: int | None, dtype: str):
-    (tmp_path / "a.jsonl").write_text('{"text": "\u00e9"}\n\n{"text": ""}\n{"other": 1, "text": "b"}\n')
+    (tmp_path / "a.jsonl").write_text('{"text": "\u00e9"}\n \t\n{"text": ""}\n{"other": 1, "text": "b"}\n')
     written = tokenize_files(tmp_path / "set", [tmp_path / "a.jsonl"], None, end, "text")
     tokens, starts = read_indexed(tmp_path / "set")
     ended = [] if end is None else [end]
