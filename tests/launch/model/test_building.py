@@ -71,13 +71,15 @@ def test_a_fused_loss_makes_no_logits(folder: Path):
     """In training and in validation; without targets they are wanted."""
     model, made = build(folder, fused_loss=True), list[Any]()
     model.model.lm_head.register_forward_hook(
-        lambda module, args, output: made.append((type(output).__name__, output.ndim))
+        lambda module, args, output: made.append((type(output).__name__, tuple(output.shape)))
     )
     tokens = torch.arange(24).view(2, 12)
     model(tokens, tokens)
     model.eval()(tokens, tokens)
     model(tokens)
-    assert made == [*[("DeferredLogits", 3), ("Tensor", 0)] * 2, ("Tensor", 3)], "the head computes the loss"
+    assert made == [*[("DeferredLogits", (2, 12, 96)), ("Tensor", ())] * 2, ("Tensor", (2, 12, 96))], (
+        "the loss, and logits"
+    )
 
 
 @pytest.mark.parametrize(
