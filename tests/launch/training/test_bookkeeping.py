@@ -12,17 +12,26 @@ import torch.distributed as dist
 from tiny_run import tiny_config
 from torch import Tensor
 
+from maingrad.ddp import save_checkpoint
 from maingrad.ddp.checkpoint.background import PendingSave
+from maingrad.ddp.checkpoint.files.folder import MARK_FILE
 from maingrad.launch import simulate
 from maingrad.launch.config.file import config_to_dict
-from maingrad.launch.config.run import Config
+from maingrad.launch.config.run import Config, ConfigError
 from maingrad.launch.data.batches import load_corpus
 from maingrad.launch.training import run_state
 from maingrad.launch.training import train as loop
-from maingrad.launch.training.metrics import read_metrics
-from maingrad.launch.training.run_state import RunSaver, resume_run, write_resolved
+from maingrad.launch.training.metrics import MetricsWriter, read_metrics
+from maingrad.launch.training.run_state import (
+    RunSaver,
+    _check_no_link,
+    resume_run,
+    where_to_resume,
+    write_resolved,
+)
 from maingrad.launch.training.signals import StopRequest
 from maingrad.launch.training.train import _Trainer, train
+from maingrad.launch.training.watching.trackers import Tracker
 
 SMALL = {"num_layers": 1}
 
@@ -109,7 +118,7 @@ def test_a_batch_without_a_target_is_a_step(tmp_path: Path):
     data = {"source": "tokens", "paths": [str(tmp_path / "tokens")], "documents": "mask", "end_of_document": 0}
     config = config_of(tmp_path, data=data, train={"steps": 1}, optimizer={"warmup_steps": 0})
     heard: Any = Heard()
-    trainer = _Trainer(config, loop.current_runtime("cpu", config.mesh), loop.MetricsWriter(None), StopRequest(), heard)
+    trainer = _Trainer(config, loop.current_runtime("cpu", config.mesh), MetricsWriter(None), StopRequest(), heard)
     assert trainer._step(0).item() == 0.0
 
 
@@ -133,6 +142,39 @@ def test_ranks_whose_clocks_differ_end_together(tmp_path: Path, monkeypatch: pyt
     assert first.steps == second.steps < 30
     times = [record["elapsed"] for record in records(tmp_path, "step")]
     assert times[-1] >= 30.0 > times[-2]
+
+
+def test_a_record_is_in_the_file_at_once(tmp_path: Path):
+    """A process that is killed leaves all it has written, but for the last line."""
+    writer = MetricsWriter(tmp_path / "metrics.jsonl")
+    for step in (1, 2):
+        writer.write("step", step=step)
+        assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2][:step]
+    writer.close()
+
+
+def test_trackers_are_told_where_a_run_goes_on_and_closed_where_it_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    heard: list[Any] = []
+
+    def trackers_of(config: Config, resumed_at: int | None) -> list[Tracker]:
+        heard.append(resumed_at)
+        return [Tracker(lambda numbers, step: heard.extend(numbers), lambda: heard.append("closed"))]
+
+    monkeypatch.setattr(loop, "trackers_of", trackers_of)
+    settings = {"steps": 3, "save_every": 3, "eval_every": 100}
+    train(config_of(tmp_path, train=settings))
+    assert heard[0] is None and heard[-1] == "closed"
+    assert {"train/loss", "validation/loss", "final/validation_loss", "final/seconds"} <= set(heard)
+    heard.clear()
+
+    def fail(step: int) -> None:
+        raise RuntimeError("at step 4")
+
+    with pytest.raises(RuntimeError, match="at step 4"):
+        train(config_of(tmp_path, train=settings | {"steps": 6, "resume": "auto"}), display=Heard(fail))  # type: ignore[arg-type]
+    assert heard[0] == 3 and heard[-1] == "closed"
 
 
 # ---- What is said. ----
@@ -241,6 +283,31 @@ def test_a_save_under_way_does_not_hold_up_a_run_that_fails(tmp_path: Path, monk
     with pytest.raises(RuntimeError, match="at step 3"):
         train(config_of(tmp_path, train={"save_every": 2}), display=Heard(fail))  # type: ignore[arg-type]
     assert given_up == [("step-00000002", {"after": 10.0})]
+
+
+def test_what_a_killed_deletion_has_left_goes_though_its_number_stays(tmp_path: Path):
+    """Of the checkpoints that are whole, those stay that ``[checkpoint]`` says."""
+    folder = tmp_path / "run" / "checkpoints"
+    for step in (2, 3, 4):
+        save_checkpoint(folder / f"step-0000000{step}", torch.nn.Linear(2, 2))
+    (folder / "step-00000002" / MARK_FILE).touch()
+    (folder / "step-00000002" / "maingrad.json").unlink()
+    config = config_of(tmp_path, train={"save_every": 1}, checkpoint={"keep_last": 1, "keep_every": 2})
+    wrapped: Any = None  # nothing of the model is needed
+    RunSaver(config, wrapped, is_main=True, say=print)._delete(4)
+    assert sorted(path.name for path in folder.iterdir()) == ["step-00000004"]
+
+
+def test_a_run_that_saves_nothing_may_begin_beside_checkpoints(tmp_path: Path):
+    folder = tmp_path / "run" / "checkpoints"
+    save_checkpoint(folder / "step-00000004", torch.nn.Linear(2, 2))
+    assert where_to_resume(config_of(tmp_path)) is None
+    with pytest.raises(ConfigError, match="of an earlier run is there"):
+        where_to_resume(config_of(tmp_path, train={"save_every": 1}))
+    (folder / "step-00000009").symlink_to(folder / "step-00000004")
+    _check_no_link(config_of(tmp_path), 4)
+    with pytest.raises(ConfigError, match=r"step-00000009' is a link"):
+        _check_no_link(config_of(tmp_path, train={"save_every": 1}), 4)
 
 
 def test_what_is_resolved_names_the_number_of_ranks(tmp_path: Path):

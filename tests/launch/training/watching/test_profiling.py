@@ -35,6 +35,7 @@ def test_a_trace_has_the_steps_that_were_asked_for(num_steps: int, tmp_path: Pat
     assert files(tmp_path) == ["trace-step-2-rank-0.json.gz"]
     attentions = count_of(tmp_path / "run/profile/trace-step-2-rank-0.json.gz", "aten::scaled_dot_product_attention")
     assert attentions == num_steps * 2, "one block, two microbatches"
+    assert b"Input Dims" in gzip.decompress((tmp_path / "run/profile/trace-step-2-rank-0.json.gz").read_bytes())
 
 
 @pytest.mark.in_turn
