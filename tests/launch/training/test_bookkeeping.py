@@ -196,6 +196,9 @@ def test_one_rank_speaks(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     said = capsys.readouterr().out
     assert said.count("step     3/3 ") == 1 == said.count("held back")
     assert "2 rank(s) on cpu, 1 microbatches of 12 x 24 tokens each" in said
+    observed = records(tmp_path, "observed")[0]
+    size, buckets = observed["num_parameters"] / 1e6, observed["num_buckets"]
+    assert f"{size:.2f}M parameters in float32, {buckets} buckets; " in said
 
 
 @pytest.fixture
@@ -283,6 +286,18 @@ def test_a_save_under_way_does_not_hold_up_a_run_that_fails(tmp_path: Path, monk
     with pytest.raises(RuntimeError, match="at step 3"):
         train(config_of(tmp_path, train={"save_every": 2}), display=Heard(fail))  # type: ignore[arg-type]
     assert given_up == [("step-00000002", {"after": 10.0})]
+
+
+def test_a_run_ends_when_older_checkpoints_are_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    deleted: list[int] = []
+
+    def delete(self: RunSaver, newest: int) -> None:
+        time.sleep(0.05)
+        deleted.append(newest)
+
+    monkeypatch.setattr(RunSaver, "_delete", delete)
+    train(config_of(tmp_path, train={"save_every": 3, "steps": 3, "eval_every": 100}))
+    assert deleted == [3]
 
 
 def test_what_a_killed_deletion_has_left_goes_though_its_number_stays(tmp_path: Path):

@@ -72,6 +72,11 @@ def test_one_process_leaves_what_it_observed(tmp_path: Path):
     assert observed["num_buckets"] == len(observed["buckets"]) >= 3
     assert set(observed["collectives"]) == {"none"}, "a world of one"
     assert (observed["world_size"], observed["backend"], observed["unit"]) == (1, "none", "byte")
+    assert (observed["device"], observed["num_parameters"]) == (
+        "cpu",
+        sum(p.numel() for p in result.model.parameters()),
+    )
+    assert sum(each["nbytes"] for each in observed["buckets"]) >= 4 * observed["num_parameters"], "fp32"
     assert observed["versions"]["torch"] == torch.__version__
 
 

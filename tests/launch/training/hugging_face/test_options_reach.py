@@ -161,6 +161,30 @@ SMALL_BERT = {
 # ---- Steps. ----
 
 
+@pytest.mark.parametrize(
+    ("given", "ranks", "shared"), [(None, 2, True), (True, 2, True), (False, 2, False), (None, 1, False)]
+)
+def test_buffers_are_shared_unless_arguments_say_no(
+    given: bool | None, ranks: int, shared: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, buffers = build("ddp", tmp_path, {}, language_model(), cuda_graph=False), list[Any]()
+    monkeypatch.setattr(trainer, "share_buffers", buffers.append)
+    monkeypatch.setattr(transformers.Trainer, "get_batch_samples", lambda self, *loop: ([], None))
+    made.args = types.SimpleNamespace(ddp_broadcast_buffers=given, world_size=ranks, gradient_accumulation_steps=1)
+    assert made.get_batch_samples() == ([], None)
+    assert bool(buffers) is shared
+
+
+def test_accelerate_leaves_the_state_of_an_optimizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its state dict would be collective, and one rank's."""
+    made = build("zero1", tmp_path, {}, language_model())
+    optimizer, read = made.create_optimizer(), list[Any]()
+    monkeypatch.setattr(type(optimizer), "state_dict", lambda self: read.append(self))
+    prepared = made.accelerator.prepare_optimizer(optimizer, device_placement=True)
+    assert prepared.optimizer is optimizer and read == []
+    assert made.accelerator.prepare_optimizer(prepared) is prepared
+
+
 class Short(IterableDataset):
     """Rows without a number of them: two whole steps and a half one in each epoch."""
 
