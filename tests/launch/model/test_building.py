@@ -152,6 +152,12 @@ def test_a_model_that_does_not_see_where_documents_begin_is_refused():
         check_documents(HuggingFaceModel(Running(restarts=False)), torch.device("cpu"))
 
 
+def test_dropout_does_not_count_in_the_check(tmp_path: Path):
+    config = transformers.GPT2Config(vocab_size=96, n_embd=16, n_layer=1, n_head=2, resid_pdrop=0.5, embd_pdrop=0.5)
+    config.save_pretrained(tmp_path)
+    check_documents(build(tmp_path, pretrained=False), torch.device("cpu"))
+
+
 def test_compiled_blocks_stay_compiled_behind_the_check(folder: Path):
     model = build(folder)
     calls: list[Any] = []

@@ -3,6 +3,7 @@
 import os
 import shutil
 import subprocess
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from maingrad.launch.training.run_state import write_resolved
 from maingrad.launch.training.runtime import (
     current_runtime,
     let_kernels_start_beside_host_memory,
+    peak_nbytes,
     process_group_from_env,
 )
 
@@ -27,6 +29,17 @@ def test_half_of_what_a_launcher_sets_makes_no_group(missing: str, monkeypatch: 
     monkeypatch.delenv(missing)
     with process_group_from_env("cpu"):
         assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_group_ends_with_its_context(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "0")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(RuntimeError, match="within") if fails else nullcontext(), process_group_from_env("cpu"):
+        assert dist.get_backend() == "gloo"
+        if fails:
+            raise RuntimeError("within")
+    assert not dist.is_initialized()
 
 
 def test_a_group_that_is_there_stays(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,6 +66,19 @@ def test_a_rank_has_the_gpu_of_its_number_on_the_node(monkeypatch: pytest.Monkey
             monkeypatch.setenv("LOCAL_RANK", local)
         assert current_runtime("auto", MeshConfig()).device == torch.device("cuda", index)
         assert current_runtime("cpu", MeshConfig()).device == torch.device("cpu")
+
+
+def test_a_peak_of_memory_has_what_graphs_of_this_gpu_keep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of pools other than the default one, what nothing is allocated in: replays use it."""
+    segments = [
+        {"device": device, "segment_pool_id": pool, "total_size": total, "allocated_size": allocated}
+        for device, pool, total, allocated in ((1, (0, 0), 64, 1), (1, (0, 7), 100, 30), (0, (0, 7), 1000, 0))
+    ]
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 5000)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    for device, peak in (("cuda:1", 5070), ("cuda", 5070), ("cuda:0", 6000), ("cpu", None)):
+        assert peak_nbytes(torch.device(device)) == peak
 
 
 @pytest.mark.parametrize("ring", [True, False])

@@ -324,6 +324,7 @@ def test_the_recording_reaches_into_the_next_forward(tmp_path: Path):
     assert forwards[-1]["start"] >= backwards[-1]["end"]
     (step,) = (phase for phase in timeline["phases"] if phase["name"] == "optimizer")
     assert all(step["start"] <= gather["launched"] <= step["end"] for gather in timeline["gathers"])
+    assert all(bucket["finished"] <= step["start"] for bucket in timeline["buckets"]), "what it waits for is no step"
     waits = [wait for wait in timeline["waits"] if wait["collective"] == "all_gather"]
     assert {wait["bucket"] for wait in waits} == {gather["bucket"] for gather in timeline["gathers"]}
     assert all(forwards[-1]["start"] <= wait["start"] <= forwards[-1]["end"] for wait in waits)

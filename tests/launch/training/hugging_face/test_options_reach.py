@@ -26,6 +26,15 @@ FORMS = ("ddp", "zero1", "fsdp")
 SHARDING: dict[str, Any] = {"use_distributed_optimizer": True}
 
 
+SMALL_BERT = {
+    "vocab_size": 24,
+    "hidden_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "intermediate_size": 8,
+}
+
+
 @pytest.fixture(autouse=True)
 def launched() -> Iterator[None]:
     with as_launched():
@@ -92,6 +101,33 @@ def test_options_of_units_are_those_of_fully_shard(tmp_path: Path, monkeypatch: 
         assert given == [wanted]
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_embeddings_inside_a_block_are_no_units(tied: bool) -> None:
+    model = transformers.BertForMaskedLM(transformers.BertConfig(**SMALL_BERT, tie_word_embeddings=tied))
+
+    def units() -> set[str]:
+        shard(model, {"BertEmbeddings", "BertLayer"}, {}, MixedPrecisionPolicy())
+        return {name for name, module in model.named_modules() if isinstance(module, FSDPModule)}
+
+    inside = (
+        {"bert.encoder.layer.0"} if tied else {"bert.encoder.layer.0", "bert.embeddings", "cls.predictions.decoder"}
+    )
+    assert simulate(units, 1) == [{"", *inside}]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() > 1, reason="a process that sees several GPUs is refused")
+def test_a_model_alone_makes_a_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    made = Trainer(language_model())
+    assert (made.args.output_dir, made.parallel) == ("tmp_trainer", "zero1")
+
+
+def test_where_nothing_decays_there_is_one_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = build("zero1", tmp_path, {}, language_model())
+    monkeypatch.setattr(made, "get_decay_parameter_names", lambda model: [])
+    assert [group["weight_decay"] for group in made.create_optimizer().param_groups] == [0.0]
+
+
 def test_an_evaluation_before_training_shards_the_model(tmp_path: Path) -> None:
     """It may not have room for a whole one; the wrappers of the other forms wait for the training."""
     for form in FORMS:
@@ -147,15 +183,6 @@ def test_labels_are_shifted_for_causal_models_alone(tmp_path: Path) -> None:
     for model, shifts in ((causal, True), (other, False)):
         made = build("ddp", tmp_path, options, model)
         assert getattr(made.label_smoother, "keywords", {}).get("shift_labels", False) is shifts
-
-
-SMALL_BERT = {
-    "vocab_size": 24,
-    "hidden_size": 8,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 1,
-    "intermediate_size": 8,
-}
 
 
 # ---- Steps. ----
