@@ -3,6 +3,7 @@
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -232,6 +233,33 @@ def test_the_demonstration_is_compared_with_the_bigram_model(tmp_path: Path):
 
 
 # ---- Saves. ----
+
+
+@pytest.mark.parametrize(("cuda_graph", "after"), [(False, 1), ("auto", 4)])
+def test_memory_of_saves_is_taken_once_steps_run_as_they_will(
+    tmp_path: Path, cuda_graph: Any, after: int, monkeypatch: pytest.MonkeyPatch
+):
+    """Nothing may stop the device while a step is captured."""
+    told: list[Any] = []
+    monkeypatch.setattr(RunSaver, "prepare", lambda self: told.append("memory"))
+    heard: Any = Heard(told.append)
+    for save_every in (None, 6):
+        train(config_of(tmp_path, train={"save_every": save_every, "cuda_graph": cuda_graph}), display=heard)
+    steps = [1, 2, 3, 4, 5, 6]
+    assert told == [*steps, *steps[: after - 1], "memory", *steps[after - 1 :]]
+
+
+@pytest.mark.parametrize(("background", "on_gpu"), [(True, True), (True, False), (False, True)])
+def test_memory_of_saves_is_taken_where_they_are_in_the_background_of_a_gpu(
+    tmp_path: Path, background: bool, on_gpu: bool, monkeypatch: pytest.MonkeyPatch
+):
+    prepared: list[Any] = []
+    monkeypatch.setattr(run_state, "prepare_background_saves", lambda *given: prepared.append(given))
+    params = [SimpleNamespace(is_cuda=each) for each in (False, on_gpu)]
+    wrapped: Any = SimpleNamespace(model=SimpleNamespace(parameters=lambda: params), optimizer="optimizer")
+    config = config_of(tmp_path, checkpoint={"background": background})
+    RunSaver(config, wrapped, is_main=True, say=print).prepare()
+    assert prepared == ([(wrapped.model, "optimizer")] if background and on_gpu else [])
 
 
 def test_a_failed_save_ends_the_run_at_the_next_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
