@@ -2,6 +2,7 @@
 
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor
 from maingrad.ddp import save_checkpoint
 from maingrad.ddp.checkpoint.background import PendingSave
 from maingrad.ddp.checkpoint.files.folder import MARK_FILE
+from maingrad.ddp.collectives.failure_report import FailureReporter
 from maingrad.launch import simulate
 from maingrad.launch.config.file import config_to_dict
 from maingrad.launch.config.run import Config, ConfigError
@@ -121,6 +123,13 @@ def test_a_batch_without_a_target_is_a_step(tmp_path: Path):
     heard: Any = Heard()
     trainer = _Trainer(config, loop.current_runtime("cpu", config.mesh), MetricsWriter(None), StopRequest(), heard)
     assert trainer._step(0).item() == 0.0
+
+
+def test_a_failure_of_the_loops_own_sums_would_be_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    watched: list[str] = []
+    monkeypatch.setattr(FailureReporter, "watch", lambda self, what, bucket=None: watched.append(what) or nullcontext())
+    train(config_of(tmp_path, train={"steps": 2, "eval_every": 1}, optimizer={"warmup_steps": 0}))
+    assert [what for what in watched if "losses" in what] == ["the sum of losses", "the sum of validation losses"] * 2
 
 
 class ByRank:
