@@ -5,6 +5,7 @@ import shutil
 import subprocess
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -108,6 +109,18 @@ def test_settings_of_allocators_that_are_there_stay(
         monkeypatch.setenv(name, value)
     let_kernels_start_beside_host_memory()
     assert {name: os.environ[name] for name in names if name in os.environ} == after
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError("git"), subprocess.TimeoutExpired("git", 10)])
+def test_without_an_answer_of_git_there_is_no_commit(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any, **options: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(subprocess, "run", fail)
+    write_resolved(tiny_config(tmp_path), 1)
+    assert '"git_commit": null' in (tmp_path / "run" / "resolved_config.json").read_text()
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")

@@ -159,7 +159,7 @@ def test_a_checkpoint_of_another_model_becomes_no_folder(tmp_path: Path, capsys:
     assert main(["export", str(checkpoint), str(tmp_path / "folder")]) == 2
     assert "is not of a run with model.hugging_face" in capsys.readouterr().err
     assert main(["export", str(checkpoint), str(tmp_path / "weights.safetensors")]) == 0
-    for extra in (["notes"], None, {}):  # of a program of somebody else's
+    for extra in (["notes"], None, {}, {"config": 3}, {"config": {"model": "own"}}):  # of a program of somebody else's
         save_checkpoint(tmp_path / "other", nn.Linear(2, 2), extra=extra)
         assert main(["export", str(tmp_path / "other"), str(tmp_path / "folder")]) == 2
         assert "is not of a run with model.hugging_face" in capsys.readouterr().err
