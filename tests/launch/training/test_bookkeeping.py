@@ -72,6 +72,7 @@ def test_the_last_step_is_logged_and_saved_whatever_its_number(tmp_path: Path):
     assert len(result.losses) == 3 and result.losses[-1] < result.losses[0]
 
 
+@pytest.mark.in_turn
 def test_a_recording_counts_from_the_first_step_of_the_process(tmp_path: Path):
     """The tenth step of a long run; of one that goes on, its own first step is observed."""
     settings = {"steps": 14, "save_every": 7, "eval_every": 100}
@@ -163,6 +164,7 @@ def test_a_record_is_in_the_file_at_once(tmp_path: Path):
     writer.close()
 
 
+@pytest.mark.in_turn
 def test_trackers_are_told_where_a_run_goes_on_and_closed_where_it_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -220,6 +222,7 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path / "lib"))
 
 
+@pytest.mark.in_turn
 @pytest.mark.usefixtures("library")
 def test_the_demonstration_is_compared_with_the_bigram_model(tmp_path: Path):
     heard = Heard()
@@ -244,6 +247,7 @@ def test_the_demonstration_is_compared_with_the_bigram_model(tmp_path: Path):
 # ---- Saves. ----
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(("cuda_graph", "after"), [(False, 1), ("auto", 4)])
 def test_memory_of_saves_is_taken_once_steps_run_as_they_will(
     tmp_path: Path, cuda_graph: Any, after: int, monkeypatch: pytest.MonkeyPatch
@@ -286,6 +290,7 @@ def test_a_failed_save_ends_the_run_at_the_next_record(tmp_path: Path, monkeypat
     assert [told for told in heard.told if isinstance(told, int)] == [1, 2, 3, 4]
 
 
+@pytest.mark.in_turn
 def test_a_save_is_said_to_be_complete_at_the_next_record(tmp_path: Path):
     """It is written in the background; the next save would tell late."""
     place = tmp_path / "run" / "checkpoints" / "step-00000002"
@@ -302,6 +307,7 @@ def test_a_save_is_said_to_be_complete_at_the_next_record(tmp_path: Path):
     assert heard.told.index(line) < heard.told.index(4)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("background", [True, False])
 def test_saves_are_written_in_the_background_or_not(tmp_path: Path, background: bool, monkeypatch: pytest.MonkeyPatch):
     threads, run = list[str](), threading.Thread.run

@@ -51,6 +51,7 @@ def test_trains_the_same(tmp_path: Path, sections: dict[str, Any]) -> None:
     assert len(set(graphed_norms)) == len(norms)
 
 
+@pytest.mark.in_turn
 def test_norms_of_a_sharded_graph_are_recorded(tmp_path: Path) -> None:
     settings = {"cuda_graph": True, "num_microbatches": 1, "eval_every": 9}
     train(tiny_config(tmp_path, parallel="fsdp", model={"num_layers": 1}, train=settings))

@@ -248,6 +248,7 @@ def test_the_check_of_documents_leaves_the_mode(tmp_path: Path, training: bool):
     assert {module.training for module in model.modules()} == {training}
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("documents", ["join", "mask", "pad"])
 def test_a_run_with_masks_checks_that_the_model_sees_documents(
     tmp_path: Path, documents: str, monkeypatch: pytest.MonkeyPatch

@@ -249,6 +249,7 @@ def test_a_model_that_a_function_makes_anew_gets_a_graph_of_its_own(tmp_path: Pa
     assert losses == pytest.approx(losses[:1] * 4, rel=1e-5)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("name", ["training_step", "compute_loss"])
 @pytest.mark.parametrize("library", [True, False])
 def test_a_librarys_own_step_stays_eager(
@@ -305,6 +306,7 @@ def test_saved_weights_do_not_follow_the_training(tmp_path: Path) -> None:
         assert all(torch.equal(weights[name], value) for name, value in before.items()), form
 
 
+@pytest.mark.in_turn
 def test_a_model_is_pushed_where_a_program_saves_it_and_not_with_each_checkpoint(tmp_path: Path) -> None:
     made = build("ddp", tmp_path, {}, language_model())
     pushed: list[Any] = []
