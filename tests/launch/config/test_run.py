@@ -167,6 +167,7 @@ def test_refuses_unknown_keys_and_wrong_types(document: dict[str, Any], message:
             {"optimizer": {"moment_dtype": "uint8"}},
             "optimizer.moment_dtype = 'uint8': is for state = \"compact\" alone",
         ),
+        ({"optimizer": {"moment_dtype": "float32"}}, "moment_dtype = 'float32': is for state = \"compact\" alone"),
         (
             {"optimizer": {"name": "torch.optim.Adam", "options": {"amsgrad": True}, "state": "compact"}},
             "optimizer.state = 'compact': \"compact\" does not go with optimizer.options amsgrad",
@@ -250,6 +251,11 @@ def test_refuses_impossible_values(document: dict[str, Any], message: str):
         {"model": {"dropout": 0.1}, "train": {"compile": True, "cuda_graph": True}},
         {"mesh": {"tp": 2, "sequence_parallel": True}, "model": {"dropout": 0.1}, "train": {"cuda_graph": False}},
         {"mesh": {"tp": 2}, "train": {"compile": True, "cuda_graph": True}},
+        {
+            "mesh": {"ep": 2, "transport": "symmetric"},
+            "model": {"num_experts": 4, "top_k": 2, "expert_ffn_dim": 8},
+            "train": {"cuda_graph": True},
+        },
         {"model": {"vocab_size": 100}, "data": {"source": "tokens", "paths": ["a"]}},
         {"model": {"param_dtype": "bfloat16"}, "train": {"recipe": "float8_delayed", "recompute": "attention"}},
         {"optimizer": {"name": "sgd", "state": "compact"}},
@@ -307,6 +313,7 @@ def test_contradictions_are_refused_by_name(parallel: str, ddp: dict[str, Any], 
         ("zero1", {"overlap_param_gather": True}, True, True, 1),
         ("hybrid", {}, True, False, 2),
         ("hybrid", {"num_distributed_optimizer_instances": 3}, True, False, 3),
+        ("hybrid", {"overlap_grad_reduce": True}, True, True, 2),
     ],
 )
 def test_parallel_decides_the_rest(
@@ -588,6 +595,7 @@ def test_parameters_that_are_kept_whole_by_name() -> None:
         ({"parallel": "fsdp", "fsdp": {"offload_to_cpu": True}}, r"optimizer\.name = 'muon': steps on the GPU"),
         ({"parallel": "hsdp", "fsdp": {"placements": "hsdp_zero1"}}, r"optimizer\.name = 'muon': .* across instances"),
         ({"parallel": "fsdp", "train": {"cuda_graph": True}}, r"train\.cuda_graph = True: does not go with optimizer"),
+        ({"parallel": "hsdp", "train": {"cuda_graph": True}}, r"train\.cuda_graph = True: does not go with optimizer"),
     ],
 )
 def test_what_does_not_go_with_muon(given: dict[str, Any], message: str) -> None:

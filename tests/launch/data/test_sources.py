@@ -504,7 +504,9 @@ def test_a_dataset_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
 
     body = opened("whole")
     assert body.tokens[:].tolist() == TOKENS
-    assert body.starts is not None and body.starts.tolist() == [0, 7, 8, 21, 25]
+    assert body.starts is not None and body.starts.tolist() == [0, 7, 8, 21, 25] and body.end is None
+    ended = DataConfig(source="hugging_face", paths=("whole",), column="ids", end_of_document=16)
+    assert open_body(ended, "whole").end == 16
     for path, column, message in (
         ("split", "ids", "'split' holds several splits: name one, such as 'split/train'"),
         ("whole", "text", "'whole' has no column 'text', but ids, other; set data.column"),
