@@ -587,18 +587,3 @@ def test_parameters_that_are_kept_whole_by_name() -> None:
     assert structure(given).ddp.keep_matrices_whole == ("layers.*_proj.weight",)
     with pytest.raises(ConfigError, match=r"ddp\.keep_matrices_whole"):
         structure({"parallel": "zero1", "ddp": {"keep_matrices_whole": [1]}})
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"parallel": "fsdp", "fsdp": {"offload_to_cpu": True}}, r"optimizer\.name = 'muon': steps on the GPU"),
-        ({"parallel": "hsdp", "fsdp": {"placements": "hsdp_zero1"}}, r"optimizer\.name = 'muon': .* across instances"),
-        ({"parallel": "fsdp", "train": {"cuda_graph": True}}, r"train\.cuda_graph = True: does not go with optimizer"),
-        ({"parallel": "hsdp", "train": {"cuda_graph": True}}, r"train\.cuda_graph = True: does not go with optimizer"),
-    ],
-)
-def test_what_does_not_go_with_muon(given: dict[str, Any], message: str) -> None:
-    assert structure({"optimizer": {"name": "muon"}, "train": {"cuda_graph": True}}).optimizer.has_muon
-    with pytest.raises(ConfigError, match=message):
-        structure({"optimizer": {"name": "muon"}, **given})
