@@ -4,6 +4,7 @@ import logging
 import sys
 import types
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -210,6 +211,20 @@ def test_accelerate_leaves_the_state_of_an_optimizer(tmp_path: Path, monkeypatch
     prepared = made.accelerator.prepare_optimizer(optimizer, device_placement=True)
     assert prepared.optimizer is optimizer and read == []
     assert made.accelerator.prepare_optimizer(prepared) is prepared
+
+
+def test_a_microbatch_after_which_no_step_follows_reduces_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As at the end of a stream, where transformers' loop takes it for the last one of a step."""
+    made, entered = build("zero1", tmp_path, {}, language_model()), list[bool]()
+    wrapped = made.wrapped_model()
+    monkeypatch.setattr(type(wrapped), "no_sync", lambda self: entered.append(steps) or nullcontext())
+    monkeypatch.setattr(Trainer, "run_microbatch", lambda *given: torch.zeros(()))
+    for steps in (True, False):
+        made.accelerator.gradient_state._set_sync_gradients(steps)
+        made.training_step(wrapped, {})
+    assert entered == [False]
 
 
 class Short(IterableDataset):
