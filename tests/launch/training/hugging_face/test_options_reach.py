@@ -255,13 +255,16 @@ def test_a_stream_that_ends_in_the_middle_of_a_step(form: str, cuda_graph: bool,
 
 @pytest.mark.in_turn
 def test_a_model_that_a_function_makes_anew_gets_a_graph_of_its_own(tmp_path: Path) -> None:
-    losses = []
+    losses, steps = [], set()
     for cuda_graph in (True, False):
         made = build(
-            "zero1", tmp_path, {"max_steps": 5}, None, model_init=lambda: language_model(), cuda_graph=cuda_graph
+            "zero1", tmp_path, {"max_steps": 4}, None, model_init=lambda: language_model(), cuda_graph=cuda_graph
         )
-        losses += [made.train().training_loss for _ in range(2)]
+        for _ in range(2):
+            losses.append(made.train().training_loss)
+            steps.add(made._graph._step)
     assert losses == pytest.approx(losses[:1] * 4, rel=1e-5)
+    assert len(steps) == 3, "one for each model, and none"
 
 
 @pytest.mark.in_turn
