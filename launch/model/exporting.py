@@ -34,8 +34,9 @@ def export(
         export_safetensors(checkpoint, target, dtype=dtype)
         return
     weights = read_weights(checkpoint, dtype=dtype)
-    settings = weights.extra.get("config", {}).get("model", {}) if isinstance(weights.extra, dict) else {}
-    source = settings.get("hugging_face")
+    source = weights.extra
+    for key in ("config", "model", "hugging_face"):  # a program of somebody else's saves what it likes
+        source = source.get(key) if isinstance(source, dict) else None
     if source is None:
         raise ValueError(
             f"'{checkpoint}' is not of a run with model.hugging_face; name a file that ends with .safetensors, for "

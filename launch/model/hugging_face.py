@@ -7,6 +7,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -72,13 +73,12 @@ class HuggingFaceModel(nn.Module):
         """
         mask = find_padding(targets).logical_not().long() if self.pads and targets is not None else None
         inputs = {"input_ids": tokens, "attention_mask": mask, "position_ids": positions, "use_cache": False}
-        if targets is not None and self.fuses_loss:
-            inputs["skip_logits"] = True
-        outputs = self.model(**inputs)
         if targets is None:
-            logits: Tensor = outputs.logits
+            logits: Tensor = self.model(**inputs).logits
             return logits
-        loss = mean_loss(outputs.logits, targets)
+        with self.model.get_output_embeddings().deferring() if self.fuses_loss else nullcontext():
+            outputs = self.model(**inputs)
+            loss = mean_loss(outputs.logits, targets)
         auxiliary = getattr(outputs, "aux_loss", None)
         if self.training and isinstance(auxiliary, Tensor):
             loss = loss + self._auxiliary_weight() * auxiliary

@@ -118,8 +118,6 @@ def check_weight_files(folder: Path) -> None:
 def copy_tokenizer(source: Path, target: Path) -> list[str]:
     """Copy the tokenizer's files; returns the names of those that lie elsewhere, behind links, and are left out."""
     left_out: list[str] = []
-    if target.resolve() == source.resolve():
-        return left_out
     for path in sorted(source.glob("*")):
         if not (path.name.startswith("tokenizer") or path.name in _TOKENIZER_FILES) or not path.is_file():
             continue

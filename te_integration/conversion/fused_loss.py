@@ -7,8 +7,10 @@ its product as ``LinearCrossEntropy`` does. The model's gets a ``forward`` aroun
 transformers is never imported.
 """
 
+import contextlib
 import functools
 import inspect
+from collections.abc import Iterator
 from typing import Any, TypeAlias, get_args
 
 import torch
@@ -45,6 +47,16 @@ class LossHead(LinearCrossEntropy):
     """"in_forward", while the model's forward runs: the gradient that backward will bring to a loss that is a mean."""
     grad_of_sum: Any = None
     """To a sum."""
+
+    @contextlib.contextmanager
+    def deferring(self) -> Iterator[None]:
+        """Within, calls return ``DeferredLogits``, whose loss is fused: for a module that takes the loss of a model's
+        logits in its own forward."""
+        self.defers = True
+        try:
+            yield
+        finally:
+            self.defers = False
 
     def forward(  # type: ignore[override]
         self,

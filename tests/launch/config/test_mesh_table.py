@@ -75,7 +75,7 @@ def test_each_rank_has_a_word():
         MeshConfig(tp=3).check_model(model, 24)
 
 
-@pytest.mark.parametrize("axis", ["tp", "cp"])
+@pytest.mark.parametrize("axis", ["tp", "cp", "ep"])
 def test_a_model_of_hugging_face_is_not_cut(axis: str):
     with pytest.raises(ConfigError, match=rf"mesh\.{axis} = 2: must be 1 with model\.hugging_face; .*parallelize"):
         Config(model=ModelConfig(hugging_face="somewhere"), mesh=MeshConfig(**{axis: 2}))
@@ -101,6 +101,12 @@ def test_instances_divide_the_ranks_whose_losses_are_averaged(tmp_path: Path):
     config.check_ranks(4)
 
 
+def test_experts_are_shared_out_within_an_instance(tmp_path: Path):
+    config = tiny_config(tmp_path, parallel="hybrid", mesh={"ep": 4}, model=EXPERTS)
+    with pytest.raises(ConfigError, match=r"mesh\.ep = 4: must divide the 2 rank\(s\) of an instance"):
+        config.check_ranks(4)
+
+
 def test_a_mesh_is_said_where_there_is_one():
-    said = [MeshConfig(tp=tp, cp=cp).said for tp, cp in ((1, 1), (2, 1), (1, 2))]
-    assert said == ["", " (tp 2, cp 1)", " (tp 1, cp 2)"]
+    said = [MeshConfig(tp=tp, cp=cp, ep=ep).said for tp, cp, ep in ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 2, 4))]
+    assert said == ["", " (tp 2, cp 1)", " (tp 1, cp 2)", " (tp 1, cp 2) (ep 4)"]

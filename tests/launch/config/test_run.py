@@ -133,6 +133,11 @@ def test_refuses_unknown_keys_and_wrong_types(document: dict[str, Any], message:
             "model.delay_wgrad_layers = 5: must lie between 0 and model.num_layers = 4",
         ),
         ({"model": {"vocab_size": 100}}, "model.vocab_size = 100: must be at least 256 for bytes"),
+        (
+            {"model": {"vocab_size": 100}, "data": {"source": "text", "paths": ["a"]}},
+            'must be at least 256 for bytes (data.source = "text")',
+        ),
+        ({"data": {"documents": "mask"}}, 'source = "stdlib" does not know where documents end'),
         ({"model": {"init_std": 0.0}}, "model.init_std = 0.0: must be positive"),
         ({"model": {"rotary_base": 1.0}}, "model.rotary_base = 1.0: must be greater than 1"),
         ({"data": {"source": "text"}}, 'data.paths = (): source = "text" needs at least one file'),
@@ -162,6 +167,7 @@ def test_refuses_unknown_keys_and_wrong_types(document: dict[str, Any], message:
             {"optimizer": {"moment_dtype": "uint8"}},
             "optimizer.moment_dtype = 'uint8': is for state = \"compact\" alone",
         ),
+        ({"optimizer": {"moment_dtype": "float32"}}, "moment_dtype = 'float32': is for state = \"compact\" alone"),
         (
             {"optimizer": {"name": "torch.optim.Adam", "options": {"amsgrad": True}, "state": "compact"}},
             "optimizer.state = 'compact': \"compact\" does not go with optimizer.options amsgrad",
@@ -181,7 +187,9 @@ def test_refuses_unknown_keys_and_wrong_types(document: dict[str, Any], message:
         ({"data": {"column": "ids"}}, "data.column = 'ids': has no effect without source = \"hugging_face\""),
         ({"model": {"save_hugging_face": False}}, "model.save_hugging_face = False: has no effect without model.hugg"),
         ({"model": {"pretrained": False}}, "model.pretrained = False: has no effect without model.hugging_face"),
+        ({"model": {"trust_remote_code": True}}, "model.trust_remote_code = True: has no effect without model.hugg"),
         ({"model": {"router_dtype": "bfloat16"}}, "model.router_dtype = 'bfloat16': has no effect without model.num_e"),
+        ({"model": {"single_grouped_weight": False}}, "single_grouped_weight = False: has no effect without model.num"),
         ({"model": {"normalize_top_k": True}}, "model.normalize_top_k = True: has no effect without model.num_experts"),
         (
             {"optimizer": {"name": "lion", "eps": 1e-6}},
@@ -190,6 +198,10 @@ def test_refuses_unknown_keys_and_wrong_types(document: dict[str, Any], message:
         (
             {"optimizer": {"state": "compact", "options": {"maximize": True}}},
             "optimizer.state = 'compact': \"compact\" does not go with optimizer.options maximize",
+        ),
+        (
+            {"optimizer": {"state": "compact", "options": {"differentiable": True, "foreach": False}}},
+            "optimizer.state = 'compact': \"compact\" does not go with optimizer.options differentiable",
         ),
         (
             {"parallel": "hsdp", "optimizer": {"name": "sgd", "state": "compact"}},
@@ -210,8 +222,14 @@ def test_refuses_unknown_keys_and_wrong_types(document: dict[str, Any], message:
         ),
         ({"profile": {"first_step": 1, "ranks": []}}, "profile.ranks = (): must name different ranks, from 0 on"),
         ({"profile": {"ranks": [1]}}, "profile.ranks = (1,): has no effect without profile.first_step"),
+        ({"profile": {"memory": True}}, "profile.memory = True: has no effect without profile.first_step"),
+        ({"profile": {"trace": False}}, "profile.trace = False: has no effect without profile.first_step"),
         (
             {"train": {"cuda_graph": True}, "data": {"documents": "mask", "end_of_document": 0}},
+            'train.cuda_graph = True: does not go with data.documents = "mask" and "pad"',
+        ),
+        (
+            {"train": {"cuda_graph": True}, "data": {"documents": "pad", "end_of_document": 0, "order": "epochs"}},
             'train.cuda_graph = True: does not go with data.documents = "mask" and "pad"',
         ),
         (
@@ -233,13 +251,18 @@ def test_refuses_impossible_values(document: dict[str, Any], message: str):
         {"model": {"dropout": 0.1}, "train": {"compile": True, "cuda_graph": True}},
         {"mesh": {"tp": 2, "sequence_parallel": True}, "model": {"dropout": 0.1}, "train": {"cuda_graph": False}},
         {"mesh": {"tp": 2}, "train": {"compile": True, "cuda_graph": True}},
+        {
+            "mesh": {"ep": 2, "transport": "symmetric"},
+            "model": {"num_experts": 4, "top_k": 2, "expert_ffn_dim": 8},
+            "train": {"cuda_graph": True},
+        },
         {"model": {"vocab_size": 100}, "data": {"source": "tokens", "paths": ["a"]}},
         {"model": {"param_dtype": "bfloat16"}, "train": {"recipe": "float8_delayed", "recompute": "attention"}},
         {"optimizer": {"name": "sgd", "state": "compact"}},
         {"parallel": "fsdp", "optimizer": {"name": "torch.optim.Adam", "state": "compact"}},
-        {"parallel": "fsdp", "fsdp": {"offload_to_cpu": True}},
+        {"parallel": "fsdp", "fsdp": {"offload_to_cpu": True, "num_instances": 1}},
         {"parallel": "fsdp", "train": {"cuda_graph": True, "recompute": "blocks", "recompute_every": 2}},
-        {"model": {"hugging_face": "somewhere"}, "train": {"cuda_graph": True}},
+        {"model": {"hugging_face": "somewhere", "fuse_wgrad_accumulation": False}, "train": {"cuda_graph": True}},
         {"optimizer": {"options": {"amsgrad": True}}},
         {"model": {"dim": 2**20, "delay_wgrad_layers": 4}},
         {"model": {"fused_loss": True, "fuse_wgrad_accumulation": False}},
@@ -266,6 +289,11 @@ INSTANCES = "ddp.num_distributed_optimizer_instances"
         ("ddp", {"keep_params_whole": True}, SAID),
         ("ddp", {"grad_reduce_wire_dtype": "bfloat16"}, f"ddp.grad_reduce_wire_dtype {ONE_COPY}"),
         ("ddp", {"num_distributed_optimizer_instances": 2}, f"{INSTANCES} {ONE_COPY}"),
+        (
+            "zero1",
+            {"use_distributed_optimizer": False},
+            'distributed_optimizer = False: contradicts parallel = "zero1"',
+        ),
         ("zero1", {"num_distributed_optimizer_instances": 2}, f'{INSTANCES} = 2: contradicts parallel = "zero1"'),
         ("hybrid", {"num_distributed_optimizer_instances": 1}, f'{INSTANCES} = 1: contradicts parallel = "hybrid"'),
         ("zero1", {"num_buckets": 3, "bucket_size": 9}, "ddp.bucket_size and num_buckets both say where buckets end"),
@@ -285,6 +313,7 @@ def test_contradictions_are_refused_by_name(parallel: str, ddp: dict[str, Any], 
         ("zero1", {"overlap_param_gather": True}, True, True, 1),
         ("hybrid", {}, True, False, 2),
         ("hybrid", {"num_distributed_optimizer_instances": 3}, True, False, 3),
+        ("hybrid", {"overlap_grad_reduce": True}, True, True, 2),
     ],
 )
 def test_parallel_decides_the_rest(
@@ -365,6 +394,19 @@ def test_dtypes_are_words():
 )
 def test_contradictions_of_units_are_refused_by_name(document: dict[str, Any], message: str):
     refused(document, message)
+
+
+def test_each_other_key_of_the_wrapper_is_refused_beside_units():
+    """Overlap and buckets may stay, so that ``parallel`` is the only value to change."""
+    stay = {"use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather", "bucket_size", "num_buckets"}
+    stay |= {"pad_buckets_for_high_nccl_busbw", "num_distributed_optimizer_instances", "calculate_per_token_loss"}
+    others = {"keep_matrices_whole": ["a"], "forward_writes": "alike", "grad_reduce_wire_dtype": "bfloat16"}
+    others |= {"shard_atom": 2, "check_replicas_every": 2}
+    for field in dataclasses.fields(DistributedDataParallelConfig):
+        if field.name not in stay:
+            value = others.get(field.name, field.default is not True)
+            given = {"overlap_grad_reduce": True, field.name: value}
+            refused({"parallel": "fsdp", "ddp": given}, f"ddp.{field.name} = ")
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "zero1", "hybrid", "fsdp", "hsdp"])
@@ -496,6 +538,10 @@ def test_a_flag_mends_what_is_wrong_in_the_file(tmp_path: Path):
         ({"data": {"source": "text", "paths": ["a\0"]}}, "data.paths.0 = 'a\\x00': must not hold"),
         ({"model": {"dim": 2**40}}, "model.dim = 1099511627776: must be at most 1048576"),
         ({"model": {"num_layers": 10**8}}, "model.num_layers = 100000000: must be at most 10000"),
+        ({"model": {"ffn_dim": 2**22 + 1}}, "model.ffn_dim = 4194305: must be at most 4194304"),
+        ({"model": {"vocab_size": 2**24 + 1}}, "model.vocab_size = 16777217: must be at most 16777216"),
+        ({"model": {"num_experts": 2**14 + 1}}, "model.num_experts = 16385: must be at most 16384"),
+        ({"model": {"num_experts": 4, "expert_ffn_dim": 2**22 + 1}}, "expert_ffn_dim = 4194305: must be at most"),
     ],
 )
 def test_impossible_values_are_refused_when_the_file_is_read(document: dict[str, Any], message: str):
@@ -541,17 +587,3 @@ def test_parameters_that_are_kept_whole_by_name() -> None:
     assert structure(given).ddp.keep_matrices_whole == ("layers.*_proj.weight",)
     with pytest.raises(ConfigError, match=r"ddp\.keep_matrices_whole"):
         structure({"parallel": "zero1", "ddp": {"keep_matrices_whole": [1]}})
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"parallel": "fsdp", "fsdp": {"offload_to_cpu": True}}, r"optimizer\.name = 'muon': steps on the GPU"),
-        ({"parallel": "hsdp", "fsdp": {"placements": "hsdp_zero1"}}, r"optimizer\.name = 'muon': .* across instances"),
-        ({"parallel": "fsdp", "train": {"cuda_graph": True}}, r"train\.cuda_graph = True: does not go with optimizer"),
-    ],
-)
-def test_what_does_not_go_with_muon(given: dict[str, Any], message: str) -> None:
-    assert structure({"optimizer": {"name": "muon"}, "train": {"cuda_graph": True}}).optimizer.has_muon
-    with pytest.raises(ConfigError, match=message):
-        structure({"optimizer": {"name": "muon"}, **given})

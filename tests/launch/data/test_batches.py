@@ -4,6 +4,7 @@ import errno
 import hashlib
 import os
 import re
+import struct
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,11 +25,16 @@ from maingrad.launch.data.batches import (
     validation_windows,
 )
 from maingrad.launch.data.bigram import bigram_loss
-from maingrad.launch.data.indexed import write_indexed
+from maingrad.launch.data.indexed import read_indexed, write_indexed
+from maingrad.launch.data.order import Blend
 from maingrad.launch.data.replacing import replacing
 from maingrad.launch.data.sequences import Body, Sampler
+from maingrad.launch.data.sources import open_body
+from maingrad.launch.data.tokenizing import tokenize_files
 from maingrad.launch.data.tokens import Digest, FileTokens, Tokens, digest_of, digest_of_borders
 
+RANDOM = [306, 630, 844, 613, 67, 83]
+EPOCHS = {0: [80, 890, 730, 420, 300, 680, 420, 950], 1: [240, 530, 540, 930, 500, 50, 310, 140]}
 ALPHABET = Body(Tokens([np.arange(1000, dtype=np.uint16)]))
 
 
@@ -91,6 +97,7 @@ def test_files_of_a_standard_library_come_in_order(library: Path):
     tokens = load_corpus(DataConfig(), sequence_length=8).train[:].tobytes().splitlines()
     names = [path.read_bytes().strip() for path in sorted(library.rglob("[0-9]*.py"))]
     assert tokens == [name for name in names if name in set(tokens)]
+    assert len(load_corpus(DataConfig(max_tokens=100), sequence_length=8).train) == 100
 
 
 def test_a_standard_library_whose_documents_end(library: Path):
@@ -115,6 +122,56 @@ def test_validation_files_of_their_own_and_max_tokens(tmp_path: Path):
     )
     corpus = load_corpus(config, sequence_length=8)
     assert (corpus.train[:].tolist(), corpus.validation[:].tolist()) == (list(range(60)), list(range(100, 130)))
+
+
+def test_weighted_paths_are_cut_one_by_one(tmp_path: Path):
+    """Each has its own end for validation, and its own ``max_tokens``."""
+    for number, length in enumerate((40, 80)):
+        (tmp_path / str(number)).write_bytes(bytes(range(100 * number, 100 * number + length)))
+    settings: dict[str, Any] = {"paths": (str(tmp_path / "0"), str(tmp_path / "1")), "validation_fraction": 0.25}
+    config = DataConfig(source="text", weights=(1.0, 3.0), order="epochs", max_tokens=35, **settings)
+    corpus = load_corpus(config, sequence_length=8)
+    found = [[body.tokens[:].tolist() for body in bodies] for bodies in (corpus.bodies, corpus.validation_bodies)]
+    assert found == [[[*range(30)], [*range(100, 135)]], [[*range(30, 40)], [*range(160, 180)]]]
+    held = DataConfig(source="text", paths=settings["paths"], validation_paths=settings["paths"])
+    assert load_corpus(held, sequence_length=8).validation[:].tolist() == [*range(40), *range(100, 180)]
+
+
+@pytest.mark.parametrize(
+    ("code", "stored", "dtype"),
+    [(1, "u1", "uint8"), (2, "i1", "uint8"), (3, "<i2", "uint16"), (4, "<i4", "uint32"), (5, "<i8", "uint64")],
+)
+def test_an_index_of_another_program_may_have_signed_tokens(tmp_path: Path, code: int, stored: str, dtype: str):
+    np.array([5, 100, 7], dtype=stored).tofile(tmp_path / "set.bin")
+    sequences = struct.pack("<iq2q", 3, 0, 0, 1)
+    (tmp_path / "set.idx").write_bytes(b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, code, 1, 2) + sequences)
+    tokens, starts = read_indexed(tmp_path / "set")
+    assert (tokens[:].tolist(), tokens.dtype.name, starts.tolist()) == ([5, 100, 7], dtype, [0])
+
+
+@pytest.mark.parametrize("source", ["text", "tokens", "megatron"])
+def test_an_end_of_document_counts_beside_the_documents_of_a_source(tmp_path: Path, source: Any):
+    write_indexed(tmp_path / "set", [[5, 1, 6], [7]], dtype="uint8")
+    path = str(tmp_path / ("set" if source == "megatron" else "set.bin"))
+    config = DataConfig(source=source, paths=(path,), end_of_document=1)
+    assert open_body(config, path).end == 1
+    assert open_body(DataConfig(source=source, paths=(path,)), path).end is None
+
+
+def test_a_token_that_was_added_to_a_tokenizer_counts_in_the_width(tmp_path: Path):
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {chr(1000 + number): number for number in range(256)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token=chr(1000)))
+    tokenizer.add_tokens(["<more>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "text").write_text("<more>")
+    tokenize_files(tmp_path / "set", [tmp_path / "text"], tmp_path / "tokenizer.json", None, None)
+    assert read_indexed(tmp_path / "set").tokens[:].tolist() == [256]
+
+
+def test_files_of_several_widths_are_one_row_of_tokens() -> None:
+    tokens = Tokens([np.array([5, 250], np.uint8), np.array([60000], np.uint16), np.array([70000], np.uint32)])
+    assert tokens[:].tolist() == [5, 250, 60000, 70000]
 
 
 @pytest.mark.parametrize("dtype, largest", [("uint16", 2**16 - 1), ("uint32", 2**31)])
@@ -295,6 +352,24 @@ def test_same_seed_same_batch_other_step_other_batch():
     assert torch.equal(batch(step=3).inputs, batch(step=3).inputs)
     assert not torch.equal(batch(step=3).inputs, batch(step=4).inputs)
     assert not torch.equal(batch(step=3).inputs, batch(step=3, seed=2).inputs)
+
+
+def test_which_rows_are_read_is_that_of_other_versions(tmp_path: Path):
+    """A run goes on from a checkpoint that another version has written, in either order, with and without weights."""
+    assert batch(step=3).inputs[:6, 0].tolist() == RANDOM
+    assert Blend.of([2.0, 1.0]).sets[:7].tolist() == [0, 1, 0, 0, 1, 0, 0]
+    assert Blend.of([1.0, 1.0, 2.0]).sets.tolist() == [2, 0, 1, 2]
+    data = DataConfig(source="text", paths=("a", "b"), weights=(1.0, 1.0), order="epochs")
+    for seed, begins in EPOCHS.items():
+        sampler = Sampler([ALPHABET] * 2, data, TrainConfig(seed=seed, global_batch_size=8, sequence_length=10))
+        assert sampler.batch(2, slice(0, 8)).inputs[:, 0].tolist() == begins
+
+
+def test_documents_without_a_target_make_no_sequence():
+    body = Body(Tokens([np.arange(20, dtype=np.uint8)]), np.arange(20))
+    data = DataConfig(source="megatron", paths=("a",), documents="pad", order="epochs")
+    with pytest.raises(DataError, match=r"path 1 of data\.paths has no sequence: 20 training tokens"):
+        Sampler([body], data, TrainConfig(sequence_length=8))
 
 
 @given(

@@ -423,7 +423,7 @@ def test_what_is_no_text_is_named(tmp_path: Path, name: str, content: bytes | No
     ("end", "dtype"), [(None, "uint8"), (255, "uint8"), (256, "uint16"), (2**16 - 1, "uint16"), (2**16, "uint32")]
 )
 def test_tokens_are_as_wide_as_the_largest_id_needs(tmp_path: Path, end: int | None, dtype: str):
-    (tmp_path / "a.jsonl").write_text('{"text": "\u00e9"}\n\n{"text": ""}\n{"other": 1, "text": "b"}\n')
+    (tmp_path / "a.jsonl").write_text('{"text": "\u00e9"}\n \t\n{"text": ""}\n{"other": 1, "text": "b"}\n')
     written = tokenize_files(tmp_path / "set", [tmp_path / "a.jsonl"], None, end, "text")
     tokens, starts = read_indexed(tmp_path / "set")
     ended = [] if end is None else [end]
@@ -504,7 +504,9 @@ def test_a_dataset_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
 
     body = opened("whole")
     assert body.tokens[:].tolist() == TOKENS
-    assert body.starts is not None and body.starts.tolist() == [0, 7, 8, 21, 25]
+    assert body.starts is not None and body.starts.tolist() == [0, 7, 8, 21, 25] and body.end is None
+    ended = DataConfig(source="hugging_face", paths=("whole",), column="ids", end_of_document=16)
+    assert open_body(ended, "whole").end == 16
     for path, column, message in (
         ("split", "ids", "'split' holds several splits: name one, such as 'split/train'"),
         ("whole", "text", "'whole' has no column 'text', but ids, other; set data.column"),

@@ -11,7 +11,7 @@ from torch import Tensor
 from maingrad.ddp import DistributedDataParallel
 from maingrad.launch.config.run import ModelConfig
 from maingrad.launch.model.gpt import GPT, Attention, build_model, rotary_tables, rotate
-from maingrad.te_integration import Embedding, Linear
+from maingrad.te_integration import Embedding, Float8CurrentScaling, Linear, autocast
 
 SHAPE: dict[str, Any] = {
     "dim": 32,
@@ -128,6 +128,48 @@ def test_dropout_acts_in_training_only_and_follows_the_seed():
     assert not torch.equal(first, second)
     model.eval()
     assert torch.equal(model(x), model(x))
+
+
+def test_dropout_acts_on_the_embedding_on_each_branch_and_on_attention_weights():
+    model, seen = build_model(config(dropout=0.4, num_layers=1), seed=0), dict[str, Tensor]()
+    block = model.blocks[0]
+    block.register_forward_pre_hook(lambda module, args: seen.update(embedded=args[0]))
+    block.ffn_norm.register_forward_pre_hook(lambda module, args: seen.update(between=args[0]))
+    block.register_forward_hook(lambda module, args, output: seen.update(after=output[0]))
+    model(tokens(4, 16))
+    embedded, between, after = seen["embedded"], seen["between"], seen["after"]
+    for part in (embedded, between - embedded, after - between):
+        assert float((part == 0).float().mean()) == pytest.approx(0.4, abs=0.1)
+    given = torch.randn(1, 16, 32), model.rotary_cos, model.rotary_sin
+    assert not torch.equal(block.attention(*given), block.attention(*given))
+    model.eval()
+    assert torch.equal(block.attention(*given), block.attention(*given))
+
+
+def test_rotary_positions_have_the_base_of_the_configuration():
+    model = build_model(config(rotary_base=100.0), seed=0)
+    for table, wanted in zip((model.rotary_cos, model.rotary_sin), rotary_tables(16, 8, base=100.0), strict=True):
+        assert torch.equal(table, wanted)
+
+
+@pytest.mark.parametrize("fused_loss", [False, True])
+def test_the_head_is_made_as_the_configuration_says(fused_loss: bool):
+    for fuse, device in ((True, "cpu"), (False, "meta")):
+        settings = config(fused_loss=fused_loss, fuse_wgrad_accumulation=fuse, param_dtype="bfloat16")
+        head = GPT(settings, torch.device(device)).head
+        assert (head.weight.dtype, head.weight.device.type) == (torch.bfloat16, device)
+        assert head.fuse_wgrad_accumulation is fuse
+
+
+def test_a_recipe_leaves_the_head_as_it_is():
+    """Its errors are the loss's own; the layers before it are quantised."""
+    model, uses = build_model(config(param_dtype="bfloat16"), seed=0), dict[str, Any]()
+    for name, module in (("head", model.head), ("down", model.blocks[1].ffn.down)):
+        module.register_forward_hook(lambda _, args, output, name=name: uses.update({name: (args[0], output)}))
+    with autocast(recipe=Float8CurrentScaling()):
+        model(tokens(2, 8))
+    assert torch.equal(uses["head"][1], F.linear(uses["head"][0], model.head.weight))
+    assert not torch.equal(uses["down"][1], F.linear(uses["down"][0], model.blocks[1].ffn.down.weight))
 
 
 def test_initial_weights_follow_gpt2():

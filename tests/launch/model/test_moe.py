@@ -15,7 +15,14 @@ from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig
 from maingrad.launch.config.file import load_config
 from maingrad.launch.config.run import ConfigError, ModelConfig
 from maingrad.launch.model.gpt import GPT, build_model
-from maingrad.launch.model.moe import MixtureOfExperts, Router, load_balancing_loss, router_losses, router_z_loss
+from maingrad.launch.model.moe import (
+    MixtureOfExperts,
+    Router,
+    RouterStats,
+    load_balancing_loss,
+    router_losses,
+    router_z_loss,
+)
 from maingrad.launch.plan.parameter_count import ParameterCount, count_of
 from maingrad.launch.simulation.simulate import simulate
 from maingrad.launch.training.metrics import read_metrics
@@ -93,12 +100,13 @@ def test_the_router_takes_the_most_probable():
         assert torch.allclose(probs, row[ids])
 
 
-def test_normalised_and_scaled_probabilities():
+@pytest.mark.parametrize("scale", [0.5, 1.0, 2.5])
+def test_normalised_and_scaled_probabilities(scale: float):
     x = torch.randn(10, 32)
-    plain, changed = Router(config(), None), Router(config(normalize_top_k=True, top_k_scaling_factor=2.5), None)
+    plain, changed = Router(config(), None), Router(config(normalize_top_k=True, top_k_scaling_factor=scale), None)
     changed.load_state_dict(plain.state_dict())
     routing = changed(x)
-    assert torch.allclose(routing.probs.sum(-1), torch.full((10,), 2.5))
+    assert torch.allclose(routing.probs.sum(-1), torch.full((10,), scale))
     ratio = routing.probs / plain(x).probs
     assert torch.allclose(ratio, ratio[:, :1].expand(-1, 2)), "the same factor for all experts of a token"
 
@@ -200,6 +208,15 @@ def test_losses_are_those_of_training_alone():
     assert not (loss.load_balancing.requires_grad or loss.z.requires_grad)
     ffn.eval()
     assert ffn(x)[1] is None
+
+
+def test_the_fullest_expert_is_that_of_all_routers():
+    rows = [[3, 3, 3, 3], [0, 9, 3, 0], [4, 4, 4, 0]]
+    stats = [
+        RouterStats(torch.tensor(each), torch.full((4,), 0.25), torch.tensor(2.0 * n)) for n, each in enumerate(rows)
+    ]
+    loss = router_losses(stats, config())
+    assert (loss.max_load.item(), loss.z.item(), loss.load_balancing.item()) == (3.0, 2.0, 1.0)
 
 
 # ---- The model. ----

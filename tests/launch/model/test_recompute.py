@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_run import tiny_config
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from maingrad.launch import simulate
@@ -88,6 +89,62 @@ class Operators(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count[func.overloadpacket.__name__] += 1
         return func(*args, **(kwargs or {}))
+
+
+class Products(nn.Module):
+    """A block with each kind of product, and a step between that is cheap."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.biased = nn.Linear(16, 16, bias=False), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(torch.sin(x))
+        x = self.biased(torch.sin(x))
+        x = torch.bmm(torch.sin(x)[None], self.linear.weight[None])[0]
+        experts = torch.stack([self.linear.weight, self.biased.weight]).bfloat16()
+        ends = torch.tensor([8, 16], dtype=torch.int32)
+        return torch.sin(torch._grouped_mm(torch.sin(x).bfloat16(), experts, offs=ends))
+
+
+def test_no_product_is_computed_again_where_operators_are_kept(tmp_path: Path):
+    counts: list[Counter[str]] = []
+    for mode in ({}, MODES[3], MODES[0]):
+        block = Products()
+        recompute_blocks([block], tiny_config(tmp_path, train=mode))
+        y = block(torch.randn(16, 16).requires_grad_())
+        with Operators() as operators:
+            y.float().sum().backward()
+        counts.append(operators.count)
+    plain, kept, whole = ([count[name] for name in ("mm", "addmm", "bmm", "_grouped_mm")] for count in counts)
+    assert kept == plain and [a - b for a, b in zip(whole, plain, strict=True)] == [1, 1, 1, 1]
+    assert counts[1]["sin"] > counts[0]["sin"], "what is cheap is computed again"
+
+
+@pytest.mark.parametrize("cuda_graph", ["auto", False])
+@pytest.mark.parametrize("how", ["blocks", "attention", "operators"])
+def test_the_same_units_are_dropped_again(how: str, cuda_graph: Any, tmp_path: Path):
+    gradients, tokens = [], torch.arange(48).view(2, 24)
+    for recompute in ("none", how):
+        settings = {"recompute": recompute, "cuda_graph": cuda_graph}
+        config = tiny_config(tmp_path, model={"dropout": 0.3, "fuse_wgrad_accumulation": False}, train=settings)
+        model = build_model(config.model, seed=0)
+        recompute_blocks(model.blocks, config)
+        torch.manual_seed(0)
+        loss = model(tokens, tokens)
+        torch.manual_seed(1)
+        loss.backward()
+        gradients.append([param.grad for param in model.parameters()])
+    assert all(map(torch.equal, *gradients))
+
+
+def test_blocks_without_one_attention_are_named(tmp_path: Path):
+    config = tiny_config(tmp_path, train={"recompute": "attention"})
+    both = nn.Module()
+    both.attention, both.attn = nn.Linear(1, 1), nn.Linear(1, 1)
+    for block in (nn.Linear(1, 1), both):
+        with pytest.raises(ConfigError, match=rf"{type(block).__name__} has no module attention or self_attn or attn"):
+            recompute_blocks([block], config)
 
 
 ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"

@@ -80,6 +80,11 @@ def test_a_size_of_which_no_model_is_built_is_named(
     assert f"its config.json has {key} = {size}: must be at most " in capsys.readouterr().err
 
 
+def test_a_size_of_a_part_is_named_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan_of(folder_of(tmp_path / "hf", text_config={"num_hidden_layers": 10**8})) == 2
+    assert "its config.json has text_config.num_hidden_layers = 100000000: must be at" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("content", ["[" * 100_000, "[1]", "{"])
 def test_a_config_that_is_none_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str) -> None:
     folder = folder_of(tmp_path / "hf")

@@ -11,6 +11,7 @@ from tiny_run import tiny_config
 
 from maingrad.ddp import Muon
 from maingrad.launch import simulate
+from maingrad.launch.config.file import structure
 from maingrad.launch.config.run import Config, ConfigError, ModelConfig, OptimizerConfig
 from maingrad.launch.data.batches import load_corpus
 from maingrad.launch.data.sequences import Sampler
@@ -223,6 +224,21 @@ def test_a_record_has_the_rate_that_is_set_beside_muons(tmp_path: Path):
     train(config)
     records = [record for record in read_metrics(tmp_path / "run" / "metrics.jsonl") if record["kind"] == "step"]
     assert records[0]["lr"] == pytest.approx(config.optimizer.lr * lr_factor(config.optimizer, 0, 0.0))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"parallel": "fsdp", "fsdp": {"offload_to_cpu": True}}, r"optimizer\.name = 'muon': steps on the GPU"),
+        ({"parallel": "hsdp", "fsdp": {"placements": "hsdp_zero1"}}, r"optimizer\.name = 'muon': .* across instances"),
+        ({"parallel": "fsdp", "train": {"cuda_graph": True}}, r"train\.cuda_graph = True: does not go with optimizer"),
+        ({"parallel": "hsdp", "train": {"cuda_graph": True}}, r"train\.cuda_graph = True: does not go with optimizer"),
+    ],
+)
+def test_what_does_not_go_with_muon(given: dict[str, Any], message: str) -> None:
+    assert structure({"optimizer": {"name": "muon"}, "train": {"cuda_graph": True}}).optimizer.has_muon
+    with pytest.raises(ConfigError, match=message):
+        structure({"optimizer": {"name": "muon"}, **given})
 
 
 def test_a_model_without_matrices_has_no_muon():

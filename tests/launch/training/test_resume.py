@@ -21,7 +21,7 @@ from torch import nn
 from maingrad.ddp.checkpoint.checkpoint import save_checkpoint
 from maingrad.launch import simulate
 from maingrad.launch.config.file import config_to_dict
-from maingrad.launch.config.run import Config, ConfigError
+from maingrad.launch.config.run import Config, ConfigError, ModelConfig
 from maingrad.launch.data.indexed import write_indexed
 from maingrad.launch.model.gpt import build_model
 from maingrad.launch.training.metrics import MetricsWriter, read_metrics
@@ -380,6 +380,10 @@ def test_each_key_of_the_model_and_the_data_stays_and_others_may_change(tmp_path
     check("model", {"fuse_wgrad_accumulation": False})
     check("model", {"fused_loss": True})
     check("model", {"delay_wgrad_layers": 1})
+    for key, value in (("save_hugging_face", False), ("trust_remote_code", True)):
+        config = dataclasses.replace(config, model=ModelConfig(hugging_face="somewhere"))
+        save_checkpoint(path, nn.Linear(2, 2), extra=extra | {"config": config_to_dict(config)})
+        check("model", {key: value})
     check("train", {"steps": 60, "num_microbatches": 4, "eval_every": 1, "out_dir": "elsewhere", "compile": True})
 
 

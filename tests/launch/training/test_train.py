@@ -72,6 +72,11 @@ def test_one_process_leaves_what_it_observed(tmp_path: Path):
     assert observed["num_buckets"] == len(observed["buckets"]) >= 3
     assert set(observed["collectives"]) == {"none"}, "a world of one"
     assert (observed["world_size"], observed["backend"], observed["unit"]) == (1, "none", "byte")
+    assert (observed["device"], observed["num_parameters"]) == (
+        "cpu",
+        sum(p.numel() for p in result.model.parameters()),
+    )
+    assert sum(each["nbytes"] for each in observed["buckets"]) >= 4 * observed["num_parameters"], "fp32"
     assert observed["versions"]["torch"] == torch.__version__
 
 
@@ -319,6 +324,7 @@ def test_the_recording_reaches_into_the_next_forward(tmp_path: Path):
     assert forwards[-1]["start"] >= backwards[-1]["end"]
     (step,) = (phase for phase in timeline["phases"] if phase["name"] == "optimizer")
     assert all(step["start"] <= gather["launched"] <= step["end"] for gather in timeline["gathers"])
+    assert all(bucket["finished"] <= step["start"] for bucket in timeline["buckets"]), "what it waits for is no step"
     waits = [wait for wait in timeline["waits"] if wait["collective"] == "all_gather"]
     assert {wait["bucket"] for wait in waits} == {gather["bucket"] for gather in timeline["gathers"]}
     assert all(forwards[-1]["start"] <= wait["start"] <= forwards[-1]["end"] for wait in waits)

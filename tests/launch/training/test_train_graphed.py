@@ -52,6 +52,15 @@ def test_trains_the_same(tmp_path: Path, sections: dict[str, Any]) -> None:
 
 
 @pytest.mark.in_turn
+def test_norms_of_a_sharded_graph_are_recorded(tmp_path: Path) -> None:
+    settings = {"cuda_graph": True, "num_microbatches": 1, "eval_every": 9}
+    train(tiny_config(tmp_path, parallel="fsdp", model={"num_layers": 1}, train=settings))
+    records = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    norms = [each["grad_norm"] for each in records if each["kind"] == "step"]
+    assert len(set(norms)) == 6 and all(norm > 0.0 for norm in norms)
+
+
+@pytest.mark.in_turn
 def test_experts_on_a_cpu_are_refused_by_name(tmp_path: Path) -> None:
     experts = {"num_experts": 4, "top_k": 2, "expert_ffn_dim": 16, "moe_layer_freq": 2}
     with pytest.raises(RuntimeError, match="rows of each expert"):

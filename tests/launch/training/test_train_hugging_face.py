@@ -24,6 +24,7 @@ from maingrad.launch.model.hugging_face import (
     save_hugging_face,
 )
 from maingrad.launch.plan.plan import plan_run
+from maingrad.launch.training import train as loop
 from maingrad.launch.training.loading import check_model
 from maingrad.launch.training.train import train
 from maingrad.te_integration import Float8CurrentScaling, autocast
@@ -158,7 +159,7 @@ def test_a_checkpoint_of_another_model_becomes_no_folder(tmp_path: Path, capsys:
     assert main(["export", str(checkpoint), str(tmp_path / "folder")]) == 2
     assert "is not of a run with model.hugging_face" in capsys.readouterr().err
     assert main(["export", str(checkpoint), str(tmp_path / "weights.safetensors")]) == 0
-    for extra in (["notes"], None, {}):  # of a program of somebody else's
+    for extra in (["notes"], None, {}, {"config": 3}, {"config": {"model": "own"}}):  # of a program of somebody else's
         save_checkpoint(tmp_path / "other", nn.Linear(2, 2), extra=extra)
         assert main(["export", str(tmp_path / "other"), str(tmp_path / "folder")]) == 2
         assert "is not of a run with model.hugging_face" in capsys.readouterr().err
@@ -245,6 +246,29 @@ def test_the_check_of_documents_leaves_the_mode(tmp_path: Path, training: bool):
     model = build_language_model(config.model, seed=0).train(training)
     check_documents(model, torch.device("cpu"))
     assert {module.training for module in model.modules()} == {training}
+
+
+@pytest.mark.in_turn
+@pytest.mark.parametrize("documents", ["join", "mask", "pad"])
+def test_a_run_with_masks_checks_that_the_model_sees_documents(
+    tmp_path: Path, documents: str, monkeypatch: pytest.MonkeyPatch
+):
+    """Before its first step; and the model is written behind the last one only if it is to be."""
+    checked: list[Any] = []
+    monkeypatch.setattr(loop, "check_documents", lambda model, device: checked.append(type(model)))
+    source = folder_of("llama", tmp_path / "source", layers=1)
+    settings = {"steps": 1, "global_batch_size": 4, "eval_sequences": 1, "num_microbatches": 1}
+    data = {"documents": documents, "order": "epochs"}
+    model = {"save_hugging_face": documents == "join"}
+    train(config_for(tmp_path, source, model=model, train=settings, data=data, optimizer={"warmup_steps": 0}))
+    assert checked == ([HuggingFaceModel] if documents == "mask" else [])
+    assert (tmp_path / "run" / "hugging_face").exists() is (documents == "join")
+
+
+def test_a_model_that_names_no_longest_sequence_takes_any(tmp_path: Path):
+    transformers.BloomConfig(vocab_size=256, hidden_size=16, n_layer=1, n_head=2).save_pretrained(tmp_path / "source")
+    config = config_for(tmp_path, tmp_path / "source", train={"sequence_length": 10**6})
+    check_model(config, build_language_model(config.model, seed=0, device=torch.device("meta")))
 
 
 def test_mistakes(tmp_path: Path):

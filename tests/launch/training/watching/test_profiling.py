@@ -12,7 +12,9 @@ from tiny_run import tiny_config
 
 from maingrad.launch import simulate
 from maingrad.launch.config.run import Config, ConfigError
+from maingrad.launch.training.runtime import Runtime
 from maingrad.launch.training.train import train
+from maingrad.launch.training.watching.profiling import StepProfiler
 
 
 def config_of(folder: Path, profile: dict[str, Any], **train_settings: Any) -> Config:
@@ -35,6 +37,7 @@ def test_a_trace_has_the_steps_that_were_asked_for(num_steps: int, tmp_path: Pat
     assert files(tmp_path) == ["trace-step-2-rank-0.json.gz"]
     attentions = count_of(tmp_path / "run/profile/trace-step-2-rank-0.json.gz", "aten::scaled_dot_product_attention")
     assert attentions == num_steps * 2, "one block, two microbatches"
+    assert b"Input Dims" in gzip.decompress((tmp_path / "run/profile/trace-step-2-rank-0.json.gz").read_bytes())
 
 
 @pytest.mark.in_turn
@@ -93,6 +96,22 @@ def test_a_window_beyond_the_end_is_closed_at_the_end(tmp_path: Path):
 def test_what_cannot_be_profiled_is_refused(profile: dict[str, Any], message: str, tmp_path: Path):
     with pytest.raises(ConfigError, match=message):
         train(config_of(tmp_path, profile))
+
+
+@pytest.mark.parametrize("ending", ["", "-failed"])
+def test_a_recording_of_memory_ends_with_its_file(ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Stand-ins for CUDA's recorder: history is recorded from the first step on, written once, and recorded no more."""
+    calls: list[Any] = []
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **how: calls.append(how))
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: calls.append(Path(path).name))
+    config = config_of(tmp_path, {"first_step": 2, "num_steps": 2, "memory": True, "trace": False})
+    profiler = StepProfiler(config, Runtime(0, 1, torch.device("cuda", 0)))
+    for step in range(3 if ending else 5):
+        with profiler.step(step):
+            assert len(calls) == (0 if step < 2 else 1 if step < 4 else 3)
+    profiler.stop(ending)
+    profiler.stop()
+    assert calls == [{"max_entries": 1_000_000}, f"memory-step-2-rank-0{ending}.pickle", {"enabled": None}]
 
 
 @pytest.mark.gpu

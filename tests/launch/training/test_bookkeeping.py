@@ -1,0 +1,392 @@
+"""What a run says, records, validates and saves, and after which step."""
+
+import threading
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from tiny_run import tiny_config
+from torch import Tensor
+
+from maingrad.ddp import save_checkpoint
+from maingrad.ddp.checkpoint.background import PendingSave
+from maingrad.ddp.checkpoint.files.folder import MARK_FILE
+from maingrad.ddp.collectives.failure_report import FailureReporter
+from maingrad.launch import simulate
+from maingrad.launch.config.file import config_to_dict
+from maingrad.launch.config.run import Config, ConfigError
+from maingrad.launch.data.batches import load_corpus
+from maingrad.launch.training import run_state
+from maingrad.launch.training import train as loop
+from maingrad.launch.training.metrics import MetricsWriter, read_metrics
+from maingrad.launch.training.run_state import (
+    RunSaver,
+    _check_no_link,
+    resume_run,
+    where_to_resume,
+    write_resolved,
+)
+from maingrad.launch.training.signals import StopRequest
+from maingrad.launch.training.train import _Trainer, train
+from maingrad.launch.training.watching.trackers import Tracker
+
+SMALL = {"num_layers": 1}
+
+
+def config_of(folder: Path, **sections: Any) -> Config:
+    settings = {"num_microbatches": 1, **sections.pop("train", {})}
+    return tiny_config(folder, model=SMALL | sections.pop("model", {}), train=settings, **sections)
+
+
+def records(folder: Path, kind: str) -> list[dict[str, Any]]:
+    return [record for record in read_metrics(folder / "run" / "metrics.jsonl") if record["kind"] == kind]
+
+
+class Heard:
+    """A display that keeps what it is told, and may do something after a step."""
+
+    def __init__(self, after: Any = lambda step: None) -> None:
+        self.told, self.after = list[Any](), after
+
+    def update(self, status: Any) -> None:
+        self.told.append(status.step)
+        self.after(status.step)
+
+    def message(self, text: str) -> None:
+        self.told.append(text)
+
+
+# ---- Steps that are logged, recorded and validated. ----
+
+
+def test_the_last_step_is_logged_and_saved_whatever_its_number(tmp_path: Path):
+    result = train(config_of(tmp_path, train={"steps": 5, "log_every": 2, "save_every": 4, "eval_every": 100}))
+    assert [record["step"] for record in records(tmp_path, "step")] == [2, 4, 5]
+    assert [record["step"] for record in records(tmp_path, "checkpoint")] == [4, 5]
+    assert len(result.losses) == 3 and result.losses[-1] < result.losses[0]
+
+
+@pytest.mark.in_turn
+def test_a_recording_counts_from_the_first_step_of_the_process(tmp_path: Path):
+    """The tenth step of a long run; of one that goes on, its own first step is observed."""
+    settings = {"steps": 14, "save_every": 7, "eval_every": 100}
+    train(config_of(tmp_path, train=settings))
+    assert [records(tmp_path, kind)[0]["step"] for kind in ("observed", "timeline")] == [0, 10]
+    train(config_of(tmp_path, train=settings | {"resume": str(tmp_path / "run/checkpoints/step-00000007")}))
+    assert [records(tmp_path, kind)[-1]["step"] for kind in ("observed", "timeline")] == [7, 12]
+
+
+def test_a_run_that_ends_with_its_first_step_has_been_observed(tmp_path: Path):
+    stop = StopRequest()
+    stop.receive(15, None)
+    assert train(config_of(tmp_path), stop=stop).steps == 1
+    assert len(records(tmp_path, "observed")) == 1
+
+
+def test_an_interrupted_run_does_not_validate(tmp_path: Path):
+    stop = StopRequest()
+    config = config_of(tmp_path, train={"eval_every": 2, "steps": 9})
+    heard = Heard(lambda step: stop.receive(2, None) if step == 3 else None)
+    assert train(config, stop=stop, display=heard).steps == 4  # type: ignore[arg-type]
+    assert [record["step"] for record in records(tmp_path, "validation")] == [2]
+
+
+def test_a_validation_is_in_evaluation_without_graph_and_sees_documents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Of experts too: their routers' losses are those of training."""
+    seen, loss = list[Any](), _Trainer._loss
+
+    def spied(self: _Trainer, inputs: Tensor, targets: Tensor, positions: Tensor | None = None) -> Tensor:
+        seen.append((torch.is_grad_enabled(), self.model.training, positions is not None))
+        return loss(self, inputs, targets, positions)
+
+    monkeypatch.setattr(_Trainer, "_loss", spied)
+    experts = {"num_experts": 2, "top_k": 1, "expert_ffn_dim": 8, "aux_loss_coefficient": 100.0}
+    data = {"documents": "mask", "end_of_document": 10}
+    result = train(config_of(tmp_path, model=experts, data=data, train={"steps": 3, "eval_every": 2}))
+    assert set(seen) == {(True, True, True), (False, False, True)}
+    assert [each for each, _, _ in seen] == [True, True, False, True, False]
+    assert result.validation_loss is not None and result.validation_loss < 10.0
+
+
+def test_a_batch_without_a_target_is_a_step(tmp_path: Path):
+    """Each token is a document: no first token is a target."""
+    np.zeros(4000, np.uint16).tofile(tmp_path / "tokens")
+    data = {"source": "tokens", "paths": [str(tmp_path / "tokens")], "documents": "mask", "end_of_document": 0}
+    config = config_of(tmp_path, data=data, train={"steps": 1}, optimizer={"warmup_steps": 0})
+    heard: Any = Heard()
+    trainer = _Trainer(config, loop.current_runtime("cpu", config.mesh), MetricsWriter(None), StopRequest(), heard)
+    assert trainer._step(0).item() == 0.0
+
+
+def test_a_failure_of_the_loops_own_sums_would_be_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    watched: list[str] = []
+    monkeypatch.setattr(FailureReporter, "watch", lambda self, what, bucket=None: watched.append(what) or nullcontext())
+    train(config_of(tmp_path, train={"steps": 2, "eval_every": 1}, optimizer={"warmup_steps": 0}))
+    assert [what for what in watched if "losses" in what] == ["the sum of losses", "the sum of validation losses"] * 2
+
+
+class ByRank:
+    """Clocks that go faster on later ranks: a second for each question on the first."""
+
+    def __init__(self) -> None:
+        self.asked: dict[int, int] = {}
+
+    def monotonic(self) -> float:
+        rank = dist.get_rank()
+        self.asked[rank] = self.asked.get(rank, 0) + 1
+        return self.asked[rank] * (1.0 + rank)
+
+
+def test_ranks_whose_clocks_differ_end_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """And have one learning rate: a run is as far as the mean of their clocks says."""
+    monkeypatch.setattr(loop, "time", ByRank())
+    settings = {"steps": 10**6, "max_seconds": 30.0, "eval_every": 10**6}
+    first, second = simulate(train, 2, config_of(tmp_path, train=settings))
+    assert first.steps == second.steps < 30
+    times = [record["elapsed"] for record in records(tmp_path, "step")]
+    assert times[-1] >= 30.0 > times[-2]
+
+
+def test_a_record_is_in_the_file_at_once(tmp_path: Path):
+    """A process that is killed leaves all it has written, but for the last line."""
+    writer = MetricsWriter(tmp_path / "metrics.jsonl")
+    for step in (1, 2):
+        writer.write("step", step=step)
+        assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2][:step]
+    writer.close()
+
+
+@pytest.mark.in_turn
+def test_trackers_are_told_where_a_run_goes_on_and_closed_where_it_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    heard: list[Any] = []
+
+    def trackers_of(config: Config, resumed_at: int | None) -> list[Tracker]:
+        heard.append(resumed_at)
+        return [Tracker(lambda numbers, step: heard.extend(numbers), lambda: heard.append("closed"))]
+
+    monkeypatch.setattr(loop, "trackers_of", trackers_of)
+    settings = {"steps": 3, "save_every": 3, "eval_every": 100}
+    simulate(train, 2, config_of(tmp_path, train=settings))
+    assert heard[0] is None and heard.count(None) == heard.count("closed") == 1, "of one rank"
+    assert {"train/loss", "validation/loss", "final/validation_loss", "final/seconds"} <= set(heard)
+    heard.clear()
+
+    def fail(step: int) -> None:
+        raise RuntimeError("at step 4")
+
+    with pytest.raises(RuntimeError, match="at step 4"):
+        train(config_of(tmp_path, train=settings | {"steps": 6, "resume": "auto"}), display=Heard(fail))  # type: ignore[arg-type]
+    assert heard[0] == 3 and heard[-1] == "closed"
+
+
+# ---- What is said. ----
+
+
+def test_tokens_are_called_what_they_are_and_their_numbers_are_said(tmp_path: Path):
+    tokens = tmp_path / "tokens"
+    (np.arange(5000) % 200).astype(np.uint16).tofile(tokens)
+    data = {"source": "tokens", "paths": [str(tokens)], "validation_fraction": 0.3}
+    heard = Heard()
+    train(config_of(tmp_path, data=data, train={"steps": 3}), display=heard)  # type: ignore[arg-type]
+    assert any("nats per token" in str(line) for line in heard.told)
+    assert f"data: {tokens}; 3.5k tokens to train on, 1.5k held back" in heard.told
+    assert records(tmp_path, "observed")[0]["unit"] == "token"
+
+
+def test_one_rank_speaks(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    simulate(train, 2, config_of(tmp_path, train={"steps": 3}))
+    said = capsys.readouterr().out
+    assert said.count("step     3/3 ") == 1 == said.count("held back")
+    assert "2 rank(s) on cpu, 1 microbatches of 12 x 24 tokens each" in said
+    observed = records(tmp_path, "observed")[0]
+    size, buckets = observed["num_parameters"] / 1e6, observed["num_buckets"]
+    assert f"{size:.2f}M parameters in float32, {buckets} buckets; " in said
+
+
+@pytest.fixture
+def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A standard library of 40 files."""
+    for number in range(40):
+        (tmp_path / "lib").mkdir(exist_ok=True)
+        (tmp_path / "lib" / f"{number}.py").write_text(f"def f{number}(x):\n    return x * {number}\n" * 3)
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path / "lib"))
+
+
+@pytest.mark.in_turn
+@pytest.mark.usefixtures("library")
+def test_the_demonstration_is_compared_with_the_bigram_model(tmp_path: Path):
+    heard = Heard()
+    data = {"source": "stdlib", "paths": []}
+    config = config_of(tmp_path, data=data, train={"steps": 2}, optimizer={"warmup_steps": 0})
+    result = train(config, display=heard)  # type: ignore[arg-type]
+    (final,) = records(tmp_path, "final")
+    assert result.bigram_loss is not None and result.validation_loss is not None
+    gap = result.bigram_loss - result.validation_loss
+    assert final["nats_below_bigram"] == pytest.approx(gap) and gap < 0, "two steps teach nothing"
+    assert final["bigram_loss"] == result.bigram_loss
+    assert f"{-gap:.4f} above the byte-bigram model's {result.bigram_loss:.4f}" in heard.told[-1]
+    for other in (
+        {"documents": "mask", "end_of_document": 10},
+        {"source": "text", "paths": [str(tmp_path / "text.py")]},
+    ):
+        config = config_of(tmp_path, data=data | other, train={"steps": 1}, optimizer={"warmup_steps": 0})
+        assert train(config, display=Heard()).bigram_loss is None  # type: ignore[arg-type]
+        assert "nats_below_bigram" not in records(tmp_path, "final")[0]
+
+
+# ---- Saves. ----
+
+
+@pytest.mark.in_turn
+@pytest.mark.parametrize(("cuda_graph", "after"), [(False, 1), ("auto", 4)])
+def test_memory_of_saves_is_taken_once_steps_run_as_they_will(
+    tmp_path: Path, cuda_graph: Any, after: int, monkeypatch: pytest.MonkeyPatch
+):
+    """Nothing may stop the device while a step is captured."""
+    told: list[Any] = []
+    monkeypatch.setattr(RunSaver, "prepare", lambda self: told.append("memory"))
+    heard: Any = Heard(told.append)
+    for save_every in (None, 6):
+        train(config_of(tmp_path, train={"save_every": save_every, "cuda_graph": cuda_graph}), display=heard)
+    steps = [1, 2, 3, 4, 5, 6]
+    assert told == [*steps, *steps[: after - 1], "memory", *steps[after - 1 :]]
+
+
+@pytest.mark.parametrize(("background", "on_gpu"), [(True, True), (True, False), (False, True)])
+def test_memory_of_saves_is_taken_where_they_are_in_the_background_of_a_gpu(
+    tmp_path: Path, background: bool, on_gpu: bool, monkeypatch: pytest.MonkeyPatch
+):
+    prepared: list[Any] = []
+    monkeypatch.setattr(run_state, "prepare_background_saves", lambda *given: prepared.append(given))
+    params = [SimpleNamespace(is_cuda=each) for each in (False, on_gpu)]
+    wrapped: Any = SimpleNamespace(model=SimpleNamespace(parameters=lambda: params), optimizer="optimizer")
+    config = config_of(tmp_path, checkpoint={"background": background})
+    RunSaver(config, wrapped, is_main=True, say=print).prepare()
+    assert prepared == ([(wrapped.model, "optimizer")] if background and on_gpu else [])
+
+
+def test_a_failed_save_ends_the_run_at_the_next_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """And not at the next save."""
+
+    def finish(self: RunSaver) -> None:
+        if self._pending is not None:
+            raise OSError("disk is full")
+
+    monkeypatch.setattr(RunSaver, "failed", lambda self: self._pending is not None)
+    monkeypatch.setattr(RunSaver, "finish", finish)
+    heard = Heard()
+    with pytest.raises(OSError, match="disk is full"):
+        train(config_of(tmp_path, train={"save_every": 4, "steps": 20}), display=heard)  # type: ignore[arg-type]
+    assert [told for told in heard.told if isinstance(told, int)] == [1, 2, 3, 4]
+
+
+@pytest.mark.in_turn
+def test_a_save_is_said_to_be_complete_at_the_next_record(tmp_path: Path):
+    """It is written in the background; the next save would tell late."""
+    place = tmp_path / "run" / "checkpoints" / "step-00000002"
+
+    def wait(step: int) -> None:
+        while step == 3 and not place.is_dir():
+            time.sleep(0.005)
+        time.sleep(0.02 * (step == 3))
+
+    heard = Heard(wait)
+    train(config_of(tmp_path, train={"save_every": 2, "log_every": 1, "steps": 4}), display=heard)  # type: ignore[arg-type]
+    line = f"step     2  checkpoint in '{place}'"
+    assert heard.told.count(line) == 1
+    assert heard.told.index(line) < heard.told.index(4)
+
+
+@pytest.mark.in_turn
+@pytest.mark.parametrize("background", [True, False])
+def test_saves_are_written_in_the_background_or_not(tmp_path: Path, background: bool, monkeypatch: pytest.MonkeyPatch):
+    threads, run = list[str](), threading.Thread.run
+    monkeypatch.setattr(threading.Thread, "run", lambda thread: threads.append(thread.name) or run(thread))
+    train(config_of(tmp_path, train={"save_every": 2, "steps": 3}, checkpoint={"background": background}))
+    assert [name for name in threads if name.startswith("save of ")] == [
+        f"save of step-0000000{step}" for step in (2, 3) if background
+    ]
+
+
+def test_a_save_under_way_does_not_hold_up_a_run_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    given_up: list[Any] = []
+
+    def fail(step: int) -> None:
+        if step == 3:
+            raise RuntimeError("at step 3")
+
+    monkeypatch.setattr(PendingSave, "give_up", lambda save, **how: given_up.append((save.path.name, how)))
+    with pytest.raises(RuntimeError, match="at step 3"):
+        train(config_of(tmp_path, train={"save_every": 2}), display=Heard(fail))  # type: ignore[arg-type]
+    assert given_up == [("step-00000002", {"after": 10.0})]
+
+
+def test_a_run_ends_when_older_checkpoints_are_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    deleted: list[int] = []
+
+    def delete(self: RunSaver, newest: int) -> None:
+        time.sleep(0.05)
+        deleted.append(newest)
+
+    monkeypatch.setattr(RunSaver, "_delete", delete)
+    train(config_of(tmp_path, train={"save_every": 3, "steps": 3, "eval_every": 100}))
+    assert deleted == [3]
+
+
+def test_what_a_killed_deletion_has_left_goes_though_its_number_stays(tmp_path: Path):
+    """Of the checkpoints that are whole, those stay that ``[checkpoint]`` says."""
+    folder = tmp_path / "run" / "checkpoints"
+    for step in (2, 3, 4):
+        save_checkpoint(folder / f"step-0000000{step}", torch.nn.Linear(2, 2))
+    (folder / "step-00000002" / MARK_FILE).touch()
+    (folder / "step-00000002" / "maingrad.json").unlink()
+    config = config_of(tmp_path, train={"save_every": 1}, checkpoint={"keep_last": 1, "keep_every": 2})
+    wrapped: Any = None  # nothing of the model is needed
+    RunSaver(config, wrapped, is_main=True, say=print)._delete(4)
+    assert sorted(path.name for path in folder.iterdir()) == ["step-00000004"]
+
+
+def test_a_run_that_saves_nothing_may_begin_beside_checkpoints(tmp_path: Path):
+    folder = tmp_path / "run" / "checkpoints"
+    save_checkpoint(folder / "step-00000004", torch.nn.Linear(2, 2))
+    assert where_to_resume(config_of(tmp_path)) is None
+    with pytest.raises(ConfigError, match="of an earlier run is there"):
+        where_to_resume(config_of(tmp_path, train={"save_every": 1}))
+    (folder / "step-00000009").symlink_to(folder / "step-00000004")
+    _check_no_link(config_of(tmp_path), 4)
+    with pytest.raises(ConfigError, match=r"step-00000009' is a link"):
+        _check_no_link(config_of(tmp_path, train={"save_every": 1}), 4)
+
+
+def test_what_is_resolved_names_the_number_of_ranks(tmp_path: Path):
+    config = config_of(tmp_path)
+    write_resolved(config, 3)
+    assert '"world_size": 3' in (tmp_path / "run" / "resolved_config.json").read_text()
+
+
+def test_a_checkpoint_of_before_validations_were_noted_was_validated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    config = config_of(tmp_path)
+    model = torch.nn.Linear(2, 2)
+    schedule = torch.optim.lr_scheduler.LambdaLR(torch.optim.SGD(model.parameters()), lambda step: 1.0)
+    schedule.optimizer.step()
+    for validated in (None, True, False):
+        extra = {"step": 3, "seconds": 1.0, "schedule": schedule.state_dict(), "config": config_to_dict(config)}
+        extra |= {} if validated is None else {"validated": validated}
+        monkeypatch.setattr(run_state, "load_checkpoint", lambda *_, extra=extra: extra)
+        wrapped: Any = type("Wrapped", (), {"model": model, "optimizer": schedule.optimizer})
+        pace = loop.Pace(6, None)
+        assert resume_run(tmp_path, config, pace, wrapped, schedule, {}) is (validated is not False)
+        assert (pace.step, pace.seconds) == (3, 1.0)
+    corpus = load_corpus(config.data, sequence_length=24)
+    digests = corpus.digests("join")
+    assert resume_run(tmp_path, config, pace, wrapped, schedule, digests) is False, "nor the data"

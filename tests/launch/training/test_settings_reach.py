@@ -1,0 +1,174 @@
+"""What a setting reaches: the calls that build, cut, compile, wrap and shard a run's model get it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_run import tiny_config, tiny_document
+from torch import Tensor, nn
+
+from maingrad.launch import simulate
+from maingrad.launch.config.file import structure
+from maingrad.launch.config.run import Config
+from maingrad.launch.model import gpt
+from maingrad.launch.model.hugging_face import HuggingFaceModel
+from maingrad.launch.training import wrapping
+from maingrad.launch.training.loading import load_model
+from maingrad.launch.training.runtime import current_runtime
+from maingrad.launch.training.wrapping import Wrapped
+
+transformers = pytest.importorskip("transformers")
+
+EXPERTS = {"num_experts": 4, "top_k": 2, "expert_ffn_dim": 16}
+BF16 = {"param_dtype": "bfloat16"}
+
+
+def loaded(config: Config) -> Any:
+    return load_model(config, current_runtime("cpu", config.mesh))
+
+
+def wrapped(config: Config) -> Wrapped:
+    return Wrapped(loaded(config), config, current_runtime("cpu", config.mesh))
+
+
+def of_hugging_face(folder: Path, **sections: Any) -> Config:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    transformers.LlamaConfig(**sizes, vocab_size=256).save_pretrained(folder / "source")
+    model = {"hugging_face": str(folder / "source"), "pretrained": False}
+    return structure(tiny_document(folder, **sections) | {"model": model})
+
+
+# ---- The model. ----
+
+
+def test_weights_are_drawn_from_the_seed_of_the_run(tmp_path: Path):
+    for seed in (0, 5):
+        config = tiny_config(tmp_path, train={"seed": seed})
+        expected = gpt.build_model(config.model, seed=seed)
+        assert torch.equal(loaded(config).head.weight, expected.head.weight)
+
+
+def test_each_block_is_compiled_by_the_backend_and_the_gpts_without_a_break(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    compiled: list[Any] = []
+    monkeypatch.setattr(nn.Module, "compile", lambda module, **how: compiled.append((type(module).__name__, how)))
+    how = {"compile": True, "compile_backend": "eager"}
+    loaded(tiny_config(tmp_path, train=how))
+    loaded(of_hugging_face(tmp_path, train=how))
+    whole, broken = ({"fullgraph": whole, "backend": "eager"} for whole in (True, False))
+    assert compiled == [("Block", whole), ("Block", whole), ("LlamaDecoderLayer", broken)]
+    compiled.clear()
+    loaded(tiny_config(tmp_path))
+    assert compiled == []
+
+
+@pytest.mark.parametrize("halves", [False, True])
+def test_sequence_parallel_ranks_have_their_part_between_layers(tmp_path: Path, halves: bool):
+    config = tiny_config(tmp_path, mesh={"tp": 2, "sequence_parallel": halves})
+
+    def length() -> int:
+        model, seen = loaded(config), list[Tensor]()
+        model.blocks[1].register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+        model(torch.zeros(1, 24, dtype=torch.long))
+        return seen[0].shape[1]
+
+    assert simulate(length, 2) == [12 if halves else 24] * 2
+
+
+@pytest.mark.parametrize("transport", ["all_to_all", "symmetric"])
+def test_tokens_travel_as_the_mesh_says(tmp_path: Path, transport: str, monkeypatch: pytest.MonkeyPatch):
+    made: list[Any] = []
+    monkeypatch.setattr(gpt, "TokenDispatcher", lambda experts, mesh, how: made.append((experts, mesh.size(), how)))
+    config = tiny_config(tmp_path, mesh={"ep": 2, "transport": transport}, model=EXPERTS)
+    simulate(lambda: loaded(config) and None, 2)
+    assert made == [(4, 2, transport)] * 2
+
+
+def test_a_model_of_hugging_face_knows_of_padding_where_rows_have_some(tmp_path: Path):
+    for documents in ("join", "mask", "pad"):
+        config = of_hugging_face(tmp_path, data={"documents": documents, "order": "epochs"})
+        model = loaded(config)
+        assert isinstance(model, HuggingFaceModel) and model.pads is (documents == "pad")
+
+
+# ---- Wrapped or sharded. ----
+
+
+class Stopped(Exception):
+    """Nothing is sharded."""
+
+
+def test_each_option_of_units_is_given_to_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    given: list[Any] = []
+
+    def spied(module: nn.Module, units: Any, row: Any, mesh: Any, policy: Any, options: Any, *others: Any) -> None:
+        given.append(options)
+        raise Stopped
+
+    monkeypatch.setattr(wrapping, "shard_units", spied)
+    changes: dict[str, Any] = {
+        "reshard_after_forward": False,
+        "reduce_every_microbatch": False,
+        "bucket_size": 4000,
+        "shard_atoms": "row",
+        "offload_to_cpu": True,
+        "copy_engine_gather": False,
+    }
+    for changed in ({}, changes):
+        config = tiny_config(tmp_path, parallel="fsdp", fsdp=changed)
+        with pytest.raises(Stopped):
+            wrapped(config)
+        assert {name: given[-1][name] for name in changes} == {name: getattr(config.fsdp, name) for name in changes}
+
+
+@pytest.mark.parametrize("parallel", ["zero1", "fsdp"])
+@pytest.mark.parametrize("moments", ["bfloat16", "float32", "uint8"])
+def test_compact_state_has_the_moments_that_were_asked_for(
+    tmp_path: Path, parallel: str, moments: str, monkeypatch: pytest.MonkeyPatch
+):
+    """And shards that are fully sharded are bf16, as the model is: remainders are beside them."""
+    made, given = wrapping.make_optimizer, list[Any]()
+    monkeypatch.setattr(wrapping, "make_optimizer", lambda *args, **how: given.append(how) or made(*args, **how))
+    optimizer = {"state": "compact", "moment_dtype": moments}
+    config = tiny_config(tmp_path, parallel=parallel, model=BF16, optimizer=optimizer)
+    (dtypes,) = simulate(lambda: {param.dtype for param in wrapped(config).model.parameters()}, 1)
+    assert dtypes == {torch.bfloat16}
+    assert [(how["state"], how["moment_dtype"]) for how in given] == [("compact", getattr(torch, moments))]
+
+
+def test_vectors_are_a_group_of_their_own_where_there_is_decay(tmp_path: Path):
+    for changes, decays in (
+        ({"decay_vectors": False}, [0.0, 0.1]),
+        ({}, [0.1]),
+        ({"decay_vectors": False, "name": "torch.optim.Rprop", "weight_decay": 0.0}, [None]),
+    ):
+        groups = wrapped(tiny_config(tmp_path, optimizer=changes)).optimizer.param_groups
+        assert sorted((group.get("weight_decay") for group in groups), key=str) == decays
+
+
+def test_numbers_of_parameters_are_those_of_whole_ones(tmp_path: Path):
+    model = {"vocab_size": 257}
+    whole = sum(param.numel() for param in loaded(tiny_config(tmp_path, model=model)).parameters())
+    for parallel, mesh in (("zero1", {"tp": 2}), ("fsdp", {"tp": 2}), ("fsdp", {})):
+        config = tiny_config(tmp_path, parallel=parallel, mesh=mesh, model=model)
+        assert simulate(lambda given=config: sum(each.numel for each in wrapped(given).parameters), 2) == [whole] * 2
+
+
+def test_whole_weights_have_the_dtype_of_computation_and_buffers(tmp_path: Path):
+    """The same digest whatever is sharded; ranks that want nothing take part, and get nothing."""
+    expected = loaded(tiny_config(tmp_path, model=BF16))
+
+    def found(config: Config) -> Any:
+        made = wrapped(config)
+        return made.whole_weights(wanted=True), made.digest(wanted=True), made.whole_weights(wanted=False)
+
+    digests = set()
+    for parallel in ("zero1", "fsdp"):
+        for weights, digest, nothing in simulate(found, 2, tiny_config(tmp_path, parallel=parallel, model=BF16)):
+            wanted = dict(expected.named_parameters()) | dict(expected.named_buffers())
+            assert weights.keys() == wanted.keys() and nothing == {}
+            assert all(weights[name].dtype is each.dtype and weights[name].equal(each) for name, each in wanted.items())
+            digests.add(digest)
+    assert len(digests) == 1
