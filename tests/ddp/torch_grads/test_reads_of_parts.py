@@ -67,6 +67,18 @@ def test_a_read_is_that_of_the_whole_gradient_or_names_it(name: str) -> None:
         simulate(check, ranks, OF_A_MATRIX[name](plain(ranks)[0].weight.grad))
 
 
+def test_every_read_on_two_ranks() -> None:
+    def check() -> None:
+        model = zero1()
+        for name, read in OF_A_MATRIX.items():
+            found = answer(read, model.module[0].weight.grad, on_shards=name == "with a row")
+            torch.testing.assert_close(found, expected[name])
+
+    reference = plain(2)
+    expected = {name: read(reference[0].weight.grad) for name, read in OF_A_MATRIX.items()}
+    simulate(check, 2)
+
+
 def test_sizes_are_those_of_the_parameter_and_copies_keep_them() -> None:
     def check(expected: Tensor, config: dict[str, Any]) -> None:
         model = zero1(**config)
@@ -74,11 +86,14 @@ def test_sizes_are_those_of_the_parameter_and_copies_keep_them() -> None:
         for each in (grad, grad * 1, grad.clone(), copy.deepcopy(grad)):
             assert each.shape == (60, 5) and each.numel() == 300
             torch.testing.assert_close(each.full_tensor(), expected)
+            each.full_tensor().zero_()  # a tensor of the program's own
+            assert each.norm() > 0
         assert "(60, 5)" in f"{grad}" and "(60, 5)" in repr(grad * 1)
         with pytest.raises(RuntimeError, match=r"full_tensor\(\)"):
             pickle.dumps(grad)
 
-    for ranks, config in (*((ranks, {}) for ranks in RANKS), (4, {"num_distributed_optimizer_instances": 2})):
+    for ranks, instances in (*((ranks, 1) for ranks in RANKS), (2, 2), (4, 2)):
+        config = {"num_distributed_optimizer_instances": instances}
         simulate(check, ranks, plain(ranks)[0].weight.grad, config)
 
 
@@ -263,6 +278,73 @@ def test_a_parameter_takes_gradients_of_its_own_elements_alone() -> None:
         adopt_grad(torch.ones(3, 2), mine)
 
 
+def test_a_program_may_put_what_is_no_gradient_of_ours_into_grad() -> None:
+    """A parameter, and a tensor with a graph, stay what they are."""
+    mine = info_of((4, 3), 0, 6)
+    param, with_graph = nn.Parameter(torch.ones(2, 3)), torch.ones(2, 3, requires_grad=True) * 1
+    assert adopt_grad(param, mine) is param
+    assert adopt_grad(with_graph, mine) is with_graph
+    assert adopt_grad(None, mine) is None
+
+
+def shard(dtype: torch.dtype = torch.float32, **more: Any) -> ShardedGrad:
+    """Elements 2 to 9 of a matrix: no whole rows."""
+    return make_sharded_grad(torch.arange(1.0, 8.0).to(dtype), info_of((4, 3), 2, 9, **more))
+
+
+def test_what_norms_are_asked_for() -> None:
+    grad, flat = shard(), torch.arange(1.0, 8.0)
+    vector = make_sharded_grad(flat.clone(), info_of((9,), 2, 9))
+    torch.testing.assert_close(grad.norm(dtype=torch.float64), flat.double().norm())
+    torch.testing.assert_close(torch.linalg.vector_norm(grad, 3, dtype=torch.float64), flat.double().norm(3))
+    torch.testing.assert_close(torch.linalg.norm(vector, 3), flat.norm(3))
+    torch.testing.assert_close(torch._foreach_norm([grad, vector], math.inf), [flat.max()] * 2)
+    assert grad.norm(keepdim=True).shape == (1, 1)
+    refused: list[Callable[[], Any]] = [
+        lambda: torch._foreach_norm([grad], 0),
+        lambda: grad.norm(0),
+        lambda: grad.norm(-1.0),
+        lambda: torch.linalg.norm(grad, 3),
+        lambda: torch.linalg.norm(grad, "nuc"),
+        lambda: grad.norm(dim=0),
+        lambda: torch.linalg.vector_norm(grad, out=torch.zeros(())),
+        lambda: grad.max(),
+        lambda: torch.where(grad),
+        lambda: grad + shard(flat=True),
+    ]
+    for read in refused:
+        with pytest.raises(RuntimeError, match=r"full_tensor\(\)"):
+            read()
+
+
+def test_norms_of_gradients_of_several_dtypes() -> None:
+    grads = [shard(dtype) for dtype in (torch.complex64, torch.bfloat16, torch.float64, torch.float32)]
+    grads[0].mul_(0.6 + 0.8j)
+    found = torch._foreach_norm(grads)
+    assert [each.dtype for each in found] == [torch.float32, torch.bfloat16, torch.float64, torch.float32]
+    for each in found:
+        torch.testing.assert_close(each.float(), torch.tensor(140.0).sqrt(), rtol=2e-3, atol=0)
+    assert {each.dtype for each in torch._foreach_norm(grads, 2, dtype=torch.float64)} == {torch.float64}
+
+
+def test_what_is_element_wise_stays_a_shard() -> None:
+    grad, target = shard(), shard()
+    number = shard(torch.complex64) * (1 + 2j)
+    results = [
+        torch.max(grad, grad),
+        grad.type_as(torch.zeros(5, dtype=torch.float64)),
+        torch.mul(grad, 2, out=target),
+        number.real,
+        number.imag,
+        torch.where(grad > 3, grad, torch.zeros(())),
+    ]
+    assert all(isinstance(each, ShardedGrad) and each.shard.is_same_shard(grad.shard) for each in results)
+    assert results[1].dtype is torch.float64
+    assert results[2] is target
+    assert target.to_local().flatten().tolist() == [2.0 * each for each in range(1, 8)]
+    assert results[4].to_local().flatten().tolist() == [2.0 * each for each in range(1, 8)]
+
+
 def test_placeholders_are_zeros_that_nothing_changes() -> None:
     shapes = [info_of((4, 3), 3, 9), info_of((6,), 2, 5)]
     params = [SimpleNamespace(shard=each, dtype=torch.float64, device=torch.device("cpu")) for each in shapes]
@@ -279,6 +361,7 @@ def test_placeholders_are_zeros_that_nothing_changes() -> None:
     for change in changes:
         with pytest.raises(RuntimeError, match=r"\.grad of parameter 'weight' was changed in the middle"):
             change()
+    assert first.requires_grad_(False) is first  # changes no value
     assert (first + 1).to_local().tolist() == [[1.0] * 3] * 2
     assert first.norm() == 0
 
