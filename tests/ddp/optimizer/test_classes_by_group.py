@@ -154,6 +154,7 @@ def test_groups_begin_with_the_defaults_of_their_class() -> None:
     assert (second["lr"], second["split"]) == (0.05, 1) and "betas" not in second
     assert (biases["betas"], biases["weight_decay"], norm["weight_decay"]) == ((0.8, 0.9), 0.0, 0.3)
     assert biases["fused"] and "momentum" not in biases
+    assert optimizer.defaults["betas"] == (0.8, 0.9)
 
 
 def test_schedules_act_on_the_groups_of_all_classes() -> None:

@@ -103,6 +103,14 @@ def test_options_that_a_program_changes_between_steps() -> None:
     assert moves == pytest.approx([-1.0, 1.0, -1.0, -1.0], rel=1e-4)
 
 
+def test_lion_passes_over_parameters_without_a_gradient() -> None:
+    params = [nn.Parameter(torch.ones(2)) for _ in range(3)]
+    optimizer = Lion(params, lr=0.5)
+    params[0].grad = params[2].grad = torch.ones(2)
+    optimizer.step()
+    assert [param[0].item() for param in params] == [0.5, 1.0, 0.5]
+
+
 def test_equal_parameters_are_rounded_by_draws_of_their_own() -> None:
     model = DistributedDataParallel(nn.ParameterList([torch.zeros(512, dtype=torch.bfloat16) for _ in range(2)]))
     optimizer = DistributedOptimizer(model, **CLASSES["momentum"], state="compact")

@@ -121,7 +121,9 @@ def changed_in_place(grad: Any) -> None:
 def test_whole_tensors_beside_a_part() -> None:
     def check(expected: Tensor) -> None:
         model = zero1()
-        changed_in_place(model.module[0].weight.grad)
+        grad = model.module[0].weight.grad
+        assert grad.mul_(1) is grad
+        changed_in_place(grad)
         torch.testing.assert_close(model.module[0].weight.grad.full_tensor(), expected)
         for total in (torch.zeros(60, 5).double(), torch.zeros(5).double()):
             with pytest.raises(RuntimeError, match=r"add_\(\) with a tensor of .*full_tensor"):
@@ -153,6 +155,35 @@ def test_a_row_is_cut_for_a_part_with_as_many_elements_from_the_middle_of_one() 
     assert simulate(check, 3) == [64, 128, 64]
 
 
+def test_what_a_program_takes_of_a_whole_gradient_is_its_own() -> None:
+    def check() -> None:
+        kept = zero1(use_distributed_optimizer=False).module[0].weight.grad
+        assert kept.norm() > 0
+        kept.full_tensor().zero_()
+        assert kept.norm() > 0
+
+    simulate(check, 1)
+
+
+def test_experts_that_some_ranks_share_are_no_plain_tensors_either() -> None:
+    """Two of four ranks hold an expert: torch's norm of a plain tensor in its place would be that of two ranks."""
+
+    def check() -> None:
+        model = make_net()
+        for param in model[2].parameters():
+            param.allreduce = False  # type: ignore[attr-defined]
+        rank = dist.get_rank()
+        group = dist.new_group([rank % 2, rank % 2 + 2], use_local_synchronization=True)
+        wrapped: Any = DistributedDataParallel(model, expert_process_group=group)
+        optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+        wrapped(batch(rank)).square().mean().backward()
+        model[2].weight.grad = torch.ones_like(model[2].weight)
+        with pytest.raises(RuntimeError, match=r"was replaced by a plain tensor\. Other ranks have other experts"):
+            optimizer.step()
+
+    simulate(check, 4)
+
+
 def test_experts_of_this_rank_are_whole_and_norms_cover_all_ranks() -> None:
     def check(sharded: bool) -> None:
         model = make_net()
@@ -176,8 +207,8 @@ def test_experts_of_this_rank_are_whole_and_norms_cover_all_ranks() -> None:
 def test_what_an_optimizers_own_tensors_show_has_norms_alone() -> None:
     """Ranks have tensors of their own, which are no parts of one tensor."""
 
-    def check() -> None:
-        model = zero1()
+    def check(instances: int) -> None:
+        model = zero1(num_distributed_optimizer_instances=instances)
         optimizer = DistributedOptimizer(model, lr=0.1, optimizer_class=torch.optim.SGD)
         (master, *_) = optimizer.param_groups[0]["params"]
         grad = master.grad
@@ -192,7 +223,8 @@ def test_what_an_optimizers_own_tensors_show_has_norms_alone() -> None:
                 read()
 
     expected = torch.nn.utils.get_total_norm([param.grad for param in plain(2).parameters()])
-    simulate(check, 2)
+    for instances in (1, 2):
+        simulate(check, 2, instances)
 
 
 @pytest.mark.parametrize("ranks", [2])

@@ -3,6 +3,7 @@
 What they write reaches every rank's parameters, or is refused by name: never one rank's alone.
 """
 
+import re
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -124,13 +125,15 @@ def test_what_is_written_to_masters_reaches_all_ranks_or_is_refused(
 def test_masters_beside_whole_parameters_are_watched_too() -> None:
     def program(job: Job) -> None:
         job.step()
-        no_grad(job)
-        with pytest.raises(RuntimeError, match=r"this rank's elements of bucket 'bucket 0"):
+        with torch.no_grad():
+            job.masters()[-1].mul_(0.5)
+        assert len(job.model.buckets) > 1
+        with pytest.raises(RuntimeError, match=re.escape(f"of bucket '{job.model.buckets[-1].name}'")):
             job.forward()
         job.optimizer.mark_loaded()
         job.forward()
 
-    on_each(program, torch.bfloat16, sharded=False)
+    on_each(program, torch.bfloat16, sharded=False, bucket_size=1)
 
 
 def test_where_parameters_are_the_masters_writing_them_is_right() -> None:

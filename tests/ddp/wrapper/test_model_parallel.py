@@ -145,6 +145,7 @@ def norms_of(way: str) -> list[str]:
         refusal(lambda: DistributedOptimizer(model, lr=1.0, max_grad_norm=1.0)),
         refusal(lambda: DistributedOptimizer(model, lr=1.0, skip_nonfinite=True)),
         refusal(lambda: scaler.unscale_(optimizer)),
+        refusal(lambda: torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 1.0), RuntimeError),
         refusal(lambda: wrap(way, Cut(dist.get_rank() % 2), dp, check_for_nan_in_grad=True)),
     ]
     if way == "zero1":
