@@ -157,7 +157,8 @@ def test_a_row_is_cut_for_a_part_with_as_many_elements_from_the_middle_of_one() 
 
 def test_what_a_program_takes_of_a_whole_gradient_is_its_own() -> None:
     def check() -> None:
-        kept = zero1(use_distributed_optimizer=False).module[0].weight.grad
+        model = zero1(use_distributed_optimizer=False)
+        kept = model.module[0].weight.grad
         assert kept.norm() > 0
         kept.full_tensor().zero_()
         assert kept.norm() > 0
