@@ -314,7 +314,7 @@ def test_a_parameter_takes_gradients_of_its_own_elements_alone() -> None:
 def test_a_program_may_put_what_is_no_gradient_of_ours_into_grad() -> None:
     """A parameter, and a tensor with a graph, stay what they are."""
     mine = info_of((4, 3), 0, 6)
-    param, with_graph = nn.Parameter(torch.ones(2, 3)), torch.ones(2, 3, requires_grad=True) * 1
+    param, with_graph = nn.Parameter(torch.ones(2, 3), requires_grad=False), torch.ones(2, 3, requires_grad=True) * 1
     assert adopt_grad(param, mine) is param
     assert adopt_grad(with_graph, mine) is with_graph
     assert adopt_grad(None, mine) is None
@@ -333,6 +333,7 @@ def test_what_norms_are_asked_for() -> None:
     torch.testing.assert_close(torch.linalg.norm(vector, 3), flat.norm(3))
     torch.testing.assert_close(torch._foreach_norm([grad, vector], math.inf), [flat.max()] * 2)
     assert grad.norm(keepdim=True).shape == (1, 1)
+    torch.testing.assert_close(shard(copies=2).norm(), flat.norm() / math.sqrt(2))
     refused: list[Callable[[], Any]] = [
         lambda: torch._foreach_norm([grad], 0),
         lambda: grad.norm(0),
@@ -344,6 +345,7 @@ def test_what_norms_are_asked_for() -> None:
         lambda: grad.max(),
         lambda: torch.where(grad),
         lambda: grad + shard(flat=True),
+        lambda: torch.mul(grad, 2, out=torch.zeros(4, 3)),
     ]
     for read in refused:
         with pytest.raises(RuntimeError, match=r"full_tensor\(\)"):
@@ -389,6 +391,7 @@ def test_placeholders_are_zeros_that_nothing_changes() -> None:
     changes: list[Callable[[], Any]] = [
         lambda: first.add_(1),
         lambda: torch._foreach_mul_([torch.ones(3), second], 2.0),
+        lambda: first.detach().add_(1),
         lambda: second.zero_(),
     ]
     for change in changes:
