@@ -284,6 +284,22 @@ def test_gradients_of_slices_are_reduced_when_they_are_read(config: dict[str, An
         assert (grad == 3.0).all()  # two rows of 1, and of 2
 
 
+def test_gradients_of_slices_that_nobody_has_are_not_read() -> None:
+    """Released memory holds no sums between microbatches."""
+
+    def on_rank() -> None:
+        ddp = wrap(nn.Linear(8, 32), use_distributed_optimizer=True, release_grads=True)
+        (held, *_) = DistributedOptimizer(ddp).slices
+        with ddp.no_sync():
+            ddp(torch.ones(2, 8)).sum().backward()
+        with pytest.raises(RuntimeError, match=r"a read of the gradient of '\w+' before the reduction"):
+            _ = held.grad
+        ddp(torch.ones(2, 8)).sum().backward()
+        assert held.grad.any() or not held.grad.numel()
+
+    simulate(on_rank, 2)
+
+
 def test_a_model_that_is_loaded_behind_its_optimizer_loses_no_bits() -> None:
     """Equal bf16 weights leave the fp32 masters, whose steps are far below a rounding of theirs."""
     found = []

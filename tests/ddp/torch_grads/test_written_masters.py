@@ -218,7 +218,7 @@ def test_a_gradient_of_a_master_that_nobody_reads_is_refused() -> None:
         with pytest.raises(RuntimeError, match=r"\.grad of a tensor of optimizer\.param_groups.*reduced_grads\(\)"):
             job.optimizer.step()
 
-    on_each(program)
+    on_each(program, bucket_size=1)
 
 
 def test_clipping_of_masters_clips_the_whole_model() -> None:
