@@ -446,22 +446,29 @@ class CountsSteps(torch.optim.SGD):
 
 
 def test_a_class_of_the_programs_own_steps_once_on_clipped_gradients() -> None:
-    """Also where buckets are reduced one by one, and though torch has a fused kernel for its base."""
-    ddp = wrap(make_model(), use_distributed_optimizer=True, bucket_size=64, overlap_grad_reduce=True)
-    optimizer = DistributedOptimizer(ddp, lr=1.0, optimizer_class=CountsSteps)
-    for steps in (1, 2):
-        before = weights(ddp)
-        ddp(make_batches(1)[0]).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        assert optimizer._inners[0].steps == steps  # type: ignore[attr-defined]
-        assert not torch.equal(weights(ddp)["0.weight"], before["0.weight"])
-    optimizer.max_grad_norm = 1e-3
-    ddp(make_batches(1)[0]).square().sum().backward()
-    before = weights(ddp)
-    optimizer.step()
-    moved = torch.stack([(weights(ddp)[name] - weight).norm() for name, weight in before.items()]).norm()
-    torch.testing.assert_close(moved, torch.tensor(1e-3), rtol=1e-2, atol=0)
+    """Also where buckets are updated while others are reduced or gathered, and though torch has a fused kernel for its
+    base."""
+
+    def on_each_rank() -> None:
+        options = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 64}
+        ddp = wrap(make_model(), use_distributed_optimizer=True, **options)
+        optimizer = DistributedOptimizer(ddp, lr=1.0, optimizer_class=CountsSteps)
+        (batch,) = make_batches(1)
+
+        def moved() -> Tensor:
+            before = weights(ddp)
+            ddp(batch).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return torch.stack([(weights(ddp)[name] - weight).norm() for name, weight in before.items()]).norm()
+
+        for steps in (1, 2):
+            assert moved() > 0.1
+            assert optimizer._inners[0].steps == steps  # type: ignore[attr-defined]
+        optimizer.max_grad_norm = 1e-3
+        torch.testing.assert_close(moved(), torch.tensor(1e-3), rtol=1e-2, atol=0)
+
+    simulate(on_each_rank, 2)
 
 
 def test_gradients_that_were_exposed_by_hand_are_stepped() -> None:
