@@ -118,6 +118,12 @@ def scale_and_step(ddp: DistributedDataParallel, old: DistributedOptimizer, fold
     scaler.step(old)
 
 
+def unscale(ddp: DistributedDataParallel, old: DistributedOptimizer, folder: Path) -> None:
+    scaler = GradScaler("cpu", init_scale=4.0)
+    scaler.scale(ddp(make_batches(1, torch.bfloat16)[0]).sum()).backward()
+    scaler.unscale_(old)
+
+
 def step(ddp: DistributedDataParallel, old: DistributedOptimizer, folder: Path) -> None:
     ddp_backward(ddp, make_batches(2, torch.bfloat16))
     old.step()
@@ -131,6 +137,7 @@ VERBS: dict[str, Callable[[DistributedDataParallel, DistributedOptimizer, Path],
     "step": step,
     "step before the reduction": step_before_reduction,
     "scaled step": scale_and_step,
+    "unscale": unscale,
     "state_dict": lambda ddp, old, folder: old.state_dict(),
     "load_state_dict": lambda ddp, old, folder: old.load_state_dict({}),
     "save_checkpoint": lambda ddp, old, folder: save_checkpoint(folder / "other", ddp, old),
