@@ -191,6 +191,19 @@ def test_without_the_mark_norms_are_as_ever(way: str) -> None:
     assert len(set(norms)) == 1
 
 
+def searched_for_nan() -> int:
+    """Marks of a tensor-parallel degree of 1; and slices whose ranks are known."""
+    alone = wrap("ddp", Cut(0), None, check_for_nan_in_grad=True)
+    dp, tp = groups()
+    config = DistributedDataParallelConfig(check_for_nan_in_grad=True)
+    known = DistributedDataParallel(Cut(dist.get_rank() % 2), config, process_group=dp, tensor_parallel_group=tp)
+    return len(alone.records) + len(known.records)
+
+
+def test_nan_is_looked_for_where_all_slices_are_known() -> None:
+    assert all(simulate(searched_for_nan, 4))
+
+
 def with_a_marked_expert() -> float:
     """Megatron-core marks experts too, which have ranks of their own."""
     dp, _ = groups()
