@@ -556,6 +556,21 @@ def test_a_state_that_was_cut_is_refused(key: str) -> None:
     optimizer.load_state_dict(state)
 
 
+def test_a_state_that_does_not_fit_on_one_rank_is_refused_on_all() -> None:
+    states = simulate(saved_state, 2, True, 64)
+
+    def load() -> None:
+        rank = torch.distributed.get_rank()
+        ddp = wrap(make_model(seed=1), use_distributed_optimizer=True, bucket_size=64)
+        before = weights(ddp)
+        given = {**states[rank], "masters": states[rank]["masters"][rank:]}
+        with pytest.raises(ValueError, match=r"'masters' is missing, or cut.*\(on rank 1\)"):
+            DistributedOptimizer(ddp).load_state_dict(given)
+        assert_same(weights(ddp), before)
+
+    simulate(load, 2)
+
+
 def test_a_state_of_a_stock_optimizer_is_refused() -> None:
     ddp = wrap(make_model())
     stock = torch.optim.AdamW(make_model().parameters())
