@@ -79,6 +79,49 @@ def test_every_read_on_two_ranks() -> None:
     simulate(check, 2)
 
 
+ATTRIBUTES = """
+    shape dtype device layout ndim requires_grad grad grad_fn grad_dtype is_leaf retains_grad output_nr names itemsize
+    nbytes name _base _version is_cpu is_cuda is_meta is_sparse is_quantized is_nested
+"""
+METHODS = """
+    size stride numel nelement dim ndimension element_size storage_offset is_contiguous is_floating_point is_complex
+    is_signed is_inference is_conj is_neg get_device dim_order has_names __len__ __dir__ requires_grad_ new
+"""
+
+
+def ask(tensor: Any) -> None:
+    """Everything that needs no value. A version of torch may lack a name."""
+    for name in ATTRIBUTES.split():
+        if hasattr(Tensor, name):
+            getattr(tensor, name)
+    for name in METHODS.split():
+        if hasattr(Tensor, name):
+            getattr(tensor, name)()
+    assert tensor.is_same_size(tensor) and not tensor.is_same_size(tensor.new_ones(2))
+    for made in (tensor.new_empty(2), tensor.new_empty_strided((2,), (1,)), tensor.new_zeros(2), tensor.new_ones(2)):
+        assert made.shape == (2,) and made.dtype is tensor.dtype and not hasattr(made, "reduced")
+    assert tensor.new_full((2,), 3.0).tolist() == [3.0] * 2
+
+
+def test_questions_wait_for_nothing() -> None:
+    def check() -> None:
+        model = zero1(overlap_param_gather=True)
+        grad, weight = model.module[0].weight.grad, model.module[0].weight
+        ask(grad)
+        assert grad.reduced is None
+        optimizer = DistributedOptimizer(model, lr=0.1)
+        optimizer.step()
+        ask(weight)
+        weight.retain_grad()
+        weight.register_hook(lambda _: None).remove()
+        weight.register_post_accumulate_grad_hook(lambda _: None).remove()
+        assert all(gather.under_way for gather in optimizer.param_sync.gathers)
+        assert weight.norm() > 0
+        assert not all(gather.under_way for gather in optimizer.param_sync.gathers)
+
+    simulate(check, 2)
+
+
 def test_sizes_are_those_of_the_parameter_and_copies_keep_them() -> None:
     def check(expected: Tensor, config: dict[str, Any]) -> None:
         model = zero1(**config)
