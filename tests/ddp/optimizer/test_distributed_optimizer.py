@@ -556,6 +556,19 @@ def test_a_state_that_was_cut_is_refused(key: str) -> None:
     optimizer.load_state_dict(state)
 
 
+def test_a_state_of_another_rank_is_refused_where_all_shards_are_cut_alike() -> None:
+    def made() -> DistributedOptimizer:
+        return DistributedOptimizer(wrap(nn.ParameterList([torch.ones(256)]), use_distributed_optimizer=True))
+
+    states = simulate(lambda: copy.deepcopy(made().state_dict()), 2)
+
+    def load() -> None:
+        with pytest.raises(ValueError, match=r"that of shard \d of 2, and this rank has shard \d of 2"):
+            made().load_state_dict(states[1 - torch.distributed.get_rank()])
+
+    simulate(load, 2)
+
+
 def test_a_state_that_does_not_fit_on_one_rank_is_refused_on_all() -> None:
     states = simulate(saved_state, 2, True, 64)
 
