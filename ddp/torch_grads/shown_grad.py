@@ -70,6 +70,8 @@ class ShownGrad(Tensor):
         if func is torch.ops.aten.add_.Tensor and isinstance(args[0], ShownGrad):  # autograd accumulates
             args[0].added = args[1]
             return args[0]
+        if func in _ASKS:
+            return func(*tree_map(_without_values, args), **(kwargs or {}))
         name = next(leaf.of for leaf in tree_leaves((args, kwargs or {})) if isinstance(leaf, ShownGrad))
         raise RuntimeError(
             f"{func} read .grad of parameter '{name}' past torch's Python functions, which would finish its reduction: "
@@ -118,6 +120,17 @@ class ShownGrad(Tensor):
 
 
 let_foreach_take(ShownGrad)
+
+
+_ASKS = tuple(
+    getattr(torch.ops.aten, name).default
+    for name in ("is_same_size", "new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full")
+)
+"""What of ``reads_no_values`` torch computes: of shape, dtype and device alone."""
+
+
+def _without_values(leaf: Any) -> Any:
+    return torch.empty((), dtype=leaf.dtype, device=leaf.device).expand(leaf.shape) if type(leaf) is ShownGrad else leaf
 
 
 def _shown(part: ShardedGrad) -> ShownGrad:

@@ -101,6 +101,13 @@ def test_the_least_values_are_taken() -> None:
     DistributedDataParallelConfig(average_in_collective=False, calculate_per_token_loss=True)
 
 
+def test_megatron_is_told_who_sums_over_other_ranks() -> None:
+    config = DistributedDataParallelConfig()
+    with pytest.raises(AttributeError, match=r"finalize_model_grads_func = maingrad\.te_integration\.pipeline"):
+        _ = config.use_megatron_fsdp
+    assert not hasattr(config, "use_megatron_fsdp")
+
+
 @pytest.mark.parametrize("wanted", ["yes", 1, None])
 def test_copy_engines_are_chosen_by_three_words(wanted: Any) -> None:
     config = DistributedDataParallelConfig(**SHARDS, overlap_param_gather=True, copy_engine_param_gather=wanted)

@@ -4,12 +4,14 @@ import re
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import _composable as composable
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
@@ -244,6 +246,11 @@ def test_an_all_gather_and_a_reduce_scatter_are_started_below_the_public_functio
     assert output.tolist() == [1, 1], f"{TORCH}: all_gather_single, _allgather_base"
     distributed.start_reduce_scatter(output, torch.full((2,), 3.0), dist.ReduceOp.SUM, default_group).wait()
     assert output.tolist() == [3, 3], f"{TORCH}: reduce_scatter_single, _reduce_scatter_base"
+    both = torch.zeros(2, dtype=torch.complex64)
+    distributed.start_all_gather(both, torch.full((2,), 1 + 2j), default_group).wait()
+    assert both.tolist() == [1 + 2j] * 2
+    distributed.start_reduce_scatter(both, torch.full((2,), 3 + 4j), dist.ReduceOp.SUM, default_group).wait()
+    assert both.tolist() == [3 + 4j] * 2
 
 
 class Watched(nn.Linear):
@@ -281,6 +288,37 @@ def test_fsdp2_shows_what_it_gathered_and_what_it_sums(default_group: dist.Proce
     summed = distributed.accumulated_by_fsdp2(record)
     summed = weight.grad if summed is None else summed
     assert summed is not None and summed.flatten().tolist() == [2, 2, 2, 2], f"{TORCH}: unsharded_accumulated_grad"
+
+
+def test_other_composable_wrappers_of_torch_gather_nothing() -> None:
+    composable.checkpoint(nn.Linear(2, 2))
+    list(distributed.gathered_by_fsdp2())
+
+
+def test_parameters_are_registered_in_a_dict() -> None:
+    """TorchScript's table is a dict by name only."""
+
+    class Table:
+        def items(self) -> list[tuple[str, None]]:
+            return [("bias", None)]
+
+    assert internals.registered_params(SimpleNamespace(_parameters=Table())) == {"bias": None}  # type: ignore[arg-type]
+
+
+def test_a_weak_method_ends_with_what_it_refers_to() -> None:
+    class Owner:
+        def add(self, one: Tensor, two: int) -> Tensor:
+            return one + two
+
+    owner, tensor = Owner(), torch.ones(1)
+    call = internals.weak_method(owner.add, tensor)
+    assert call(2) == 3
+    del tensor
+    assert call(2) is None
+    call = internals.weak_method(owner.add)
+    assert call(torch.ones(1), two=2) == 3
+    del owner
+    assert call(torch.ones(1), two=2) is None
 
 
 @pytest.mark.gpu
@@ -334,3 +372,6 @@ def test_one_hook_is_told_from_several() -> None:
     handle.remove()
     param.register_post_accumulate_grad_hook(lambda _: None)
     assert not internals.has_one_hook(param)
+    other = nn.Parameter(torch.ones(2))
+    other.register_hook(lambda _: None)
+    assert internals.is_hooked(other)

@@ -158,6 +158,23 @@ def test_bad_gradients_are_named_on_all_ranks_and_leave_no_trace(
         assert message.endswith("call model.zero_grad() to go on without this iteration")
 
 
+def test_a_step_alone_updates_no_bucket_where_the_last_one_is_bad() -> None:
+    """Nothing is updated while other buckets are still being reduced."""
+    config = DistributedDataParallelConfig(check_for_nan_in_grad=True, bucket_size=1, overlap_grad_reduce=True)
+
+    def on_each_rank() -> None:
+        model = DistributedDataParallel(nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))), config)
+        optimizer = DistributedOptimizer(model, lr=0.1)
+        before = weights(model)
+        model.module[0].weight.register_hook(lambda grad: grad * math.nan)
+        model(torch.ones(2, 4)).sum().backward()
+        with pytest.raises(FloatingPointError, match=r"parameter '0\.weight' holds NaN"):
+            optimizer.step()
+        assert_same(weights(model), before)
+
+    simulate(on_each_rank, 2)
+
+
 # ---- Real processes. ----
 
 

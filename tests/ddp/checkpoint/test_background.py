@@ -343,11 +343,35 @@ def test_all_ranks_hear_of_one_that_could_not_write(full: int, tmp_path: Path) -
         assert f"on rank {full}" in said[0], said
 
 
+@pytest.mark.parametrize("step", ["write_rank_file", "write_manifest"])
+def test_an_error_is_raised_once_and_holds_no_memory(
+    step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError("no space")
+
+    model = nn.Linear(2, 2)
+    with monkeypatch.context() as broken:
+        broken.setattr(background, step, fail)
+        pending = save_checkpoint(tmp_path / "c", model, background=True)
+        with pytest.raises(OSError, match="no space"):
+            pending.wait()
+        unheard = save_checkpoint(tmp_path / "c", model, background=True)  # the program knows the error
+        with pytest.raises(OSError, match="no space"):
+            save_checkpoint(tmp_path / "c", model)
+    for each in (pending, unheard):
+        assert each.done() and each.failed() and not each._parts
+        with pytest.raises(OSError, match="no space"):
+            each.wait()
+    save_checkpoint(tmp_path / "c", model, extra="later")
+    assert load_checkpoint(tmp_path / "c", model) == "later"
+
+
 def test_a_program_that_ends_gives_up_a_save_that_not_all_ranks_write(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else the first rank's thread, and with it the process, would wait for ever for a file of a rank that is gone."""
-    monkeypatch.setitem(background.PendingSave.give_up.__kwdefaults__, "after", 0.0)
+    monkeypatch.setitem(background.PendingSave.give_up.__kwdefaults__, "after", 3 * background._PATIENCE)
 
     write = background.write_rank_file
 
@@ -362,12 +386,13 @@ def test_a_program_that_ends_gives_up_a_save_that_not_all_ranks_write(
         ddp, optimizer = build(use_distributed_optimizer=True)
         return save_checkpoint(tmp_path / "c", ddp, optimizer, background=True)
 
-    first, _ = simulate(end_without_waiting, 2)
+    first, second = simulate(end_without_waiting, 2)
     try:
         until = time.monotonic() + 10
         while not first.done() and time.monotonic() < until:
             time.sleep(0.01)
         assert first.done() and first.failed()
+        assert second.done() and second.failed()
     finally:
         first.give_up()  # where the test fails: no thread is left
     assert not (tmp_path / "c").exists()

@@ -11,7 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maingrad.ddp.checkpoint.files.boxes import Box, boxes_of_range, check_tiling, parts_of_range
+from maingrad.ddp.checkpoint.files.boxes import Box, boxes_of_range, check_tiling, part_of_whole, parts_of_range
+from maingrad.ddp.plan.model_slice import ModelSlice
 
 SHAPES = st.lists(st.integers(1, 6), max_size=5).map(tuple)
 
@@ -115,6 +116,15 @@ def test_a_tensor_without_elements_is_one_empty_box(shape: tuple[int, ...]) -> N
     (box,) = boxes_of_range(shape, 0, 0)
     assert box == Box((0,) * len(shape), shape)
     check_tiling(shape, [box])
+
+
+def test_a_slice_of_a_tensor_without_elements_is_stored() -> None:
+    """So that its dtype is known."""
+    cut = ModelSlice((0, 6), (Box((0, 3), (0, 3)),), 1, None, "slice")
+    (part,) = part_of_whole("w", "model", torch.empty(0, 3), cut)
+    assert part.shape == (0, 6)
+    assert part.dtypes == (("model", torch.float32),)
+    check_tiling((0, 6), [part.box])
 
 
 def test_a_scalar_is_one_box() -> None:

@@ -194,6 +194,19 @@ def test_a_manifest_of_other_types_is_refused_by_name(checkpoint: Path, name: st
     assert "maingrad.json' " in said or "manifest" in said or "up.weight" in said, said
 
 
+def test_each_edit_of_a_manifest_is_refused(checkpoint: Path) -> None:
+    """One by one, before the model changes."""
+    ddp, optimizer = build(torch.bfloat16, seed=1, **ZERO1)
+    before = [param.detach().clone() for param in ddp.parameters()]
+    manifest = (checkpoint / "maingrad.json").read_text()
+    for name, (path, value) in EDITS.items():
+        edited(checkpoint, path, value)
+        with pytest.raises(ValueError, match=r"maingrad\.json' |manifest|up\.weight"):
+            load_checkpoint(checkpoint, ddp, optimizer)
+        assert all(map(torch.equal, ddp.parameters(), before)), name
+        (checkpoint / "maingrad.json").write_text(manifest)
+
+
 @pytest.mark.parametrize("content", [b"[" * 200_000, b'{"a":' * 200_000, b'{"format": 1e999}', b"\xff\xfe", b"null"])
 def test_json_that_is_no_manifest_is_refused_by_name(checkpoint: Path, content: bytes) -> None:
     (checkpoint / "maingrad.json").write_bytes(content)

@@ -141,7 +141,6 @@ def errors_of(fn: Callable[..., Any], *args: Any) -> str:
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("damage, kind, message", DAMAGE.values(), ids=DAMAGE.keys())
-@pytest.mark.sampled(3)
 def test_damage_is_one_error_before_anything_changes(
     checkpoint: Path, damage: Callable[[Path], None], kind: type[Exception], message: str
 ) -> None:

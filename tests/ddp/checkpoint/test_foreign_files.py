@@ -1,5 +1,6 @@
 """Saves delete and replace what saves have written: no link's target, and no file of somebody else's."""
 
+import fcntl
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,8 @@ import torch
 from torch import nn
 
 from maingrad.ddp import load_checkpoint, save_checkpoint
-from maingrad.ddp.checkpoint.files.folder import remove
+from maingrad.ddp.checkpoint.files.folder import Staging, is_complete, is_left_to_delete, remove
+from maingrad.ddp.collectives.failure_report import CollectiveError
 
 
 def saved(path: Path, extra: int) -> dict[str, bytes]:
@@ -102,3 +104,74 @@ def test_a_file_that_comes_while_a_checkpoint_is_replaced_stays(tmp_path: Path, 
     saved(tmp_path / "c", 2)
     assert content(tmp_path / "c.replaced") == {"notes.txt": b"mine"}
     assert load_checkpoint(tmp_path / "c", nn.Linear(3, 2)) == 2
+
+
+def test_a_link_to_an_empty_folder_a_link_to_nothing_and_a_file_are_kept(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "c.incomplete").symlink_to(tmp_path / "empty")
+    with pytest.raises(FileExistsError, match="is in the way"):
+        saved(tmp_path / "c", 1)
+    (tmp_path / "d").write_text("mine")
+    with pytest.raises(FileExistsError, match=r"'.*d' is there and is not just a checkpoint"):
+        saved(tmp_path / "d", 1)
+    (tmp_path / "e").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(FileExistsError, match="is not just a checkpoint: delete it by hand"):
+        remove(tmp_path / "e")
+    remove(tmp_path / "nowhere")
+    saved(tmp_path / "left", 1)
+    (tmp_path / "left/maingrad.json").rename(tmp_path / "left/maingrad.saving")
+    (tmp_path / "f").symlink_to(tmp_path / "left")
+    assert is_left_to_delete(tmp_path / "left") and not is_left_to_delete(tmp_path / "f")
+    remove(tmp_path / "left")
+    (tmp_path / "f").unlink()
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["c.incomplete", "d", "e", "empty"]
+
+
+def test_a_deletion_that_does_not_end_leaves_what_is_known_as_that(tmp_path: Path, monkeypatch) -> None:
+    """Whichever file it has come to."""
+    unlink = Path.unlink
+    for last in range(3):
+        saved(tmp_path / "c", 1)
+        left = iter(range(last))
+
+        def dies(path: Path, left=left, **options: bool) -> None:
+            if next(left, None) is None:
+                raise KeyboardInterrupt
+            unlink(path, **options)
+
+        monkeypatch.setattr(Path, "unlink", dies)
+        with pytest.raises(KeyboardInterrupt):
+            remove(tmp_path / "c")
+        monkeypatch.undo()
+        assert is_complete(tmp_path / "c") if last == 0 else is_left_to_delete(tmp_path / "c")
+        remove(tmp_path / "c")
+        assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "stays"), [(ValueError(), False), (CollectiveError("a rank is gone"), True), (KeyboardInterrupt(), True)]
+)
+def test_a_save_that_fails_deletes_its_files_unless_others_may_write(tmp_path: Path, error, stays: bool) -> None:
+    def fails() -> None:
+        with Staging(tmp_path / "c") as staging:
+            staging.begin()
+            (staging.folder / "rank-00001.safetensors").write_bytes(b"of another rank")
+            raise error
+
+    with pytest.raises(type(error)):
+        fails()
+    assert (tmp_path / "c.incomplete/rank-00001.safetensors").exists() is stays
+
+
+def test_a_lock_on_what_another_save_has_renamed_meanwhile_is_none(tmp_path: Path, monkeypatch) -> None:
+    lock, mark = fcntl.flock, tmp_path / "c.incomplete/maingrad.saving"
+
+    def renamed_before(file, how: int) -> None:
+        if how & fcntl.LOCK_NB:
+            mark.rename(tmp_path / "elsewhere")
+            mark.touch()
+        lock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", renamed_before)
+    with pytest.raises(FileExistsError, match="another save is writing into"):
+        saved(tmp_path / "c", 1)

@@ -23,6 +23,7 @@ from maingrad.ddp import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
     DistributedOptimizer,
+    Muon,
     load_checkpoint,
     save_checkpoint,
 )
@@ -234,6 +235,9 @@ def hyperparameters_and_memory(folder: Path) -> None:
     assert optimizer.param_groups[0]["lr"] == 0.125
     assert optimizer.param_groups[0]["betas"] == (0.9, 0.999)
     assert optimizer.param_groups[0]["fused"] is True
+    optimizer.param_groups[0]["betas"] = [0.1, 0.2]
+    load_checkpoint(folder, ddp, optimizer)
+    assert optimizer.param_groups[0]["betas"] == [0.9, 0.999]  # as its own program writes them
     # State that is there is written in place: a load needs no second copy of the moments.
     assert before == {part.name: {k: v.data_ptr() for k, v in part.state().items()} for part in optimizer.slices}
 
@@ -289,6 +293,34 @@ def test_a_group_without_parameters_takes_nothing_of_another_class(tmp_path: Pat
     assert lrs == {True: 0.25, False: 0.5}
 
 
+def test_a_group_without_parameters_takes_nothing_of_a_group_that_has_some(tmp_path: Path) -> None:
+    """Though their places in the two optimizers are the same."""
+
+    def make(*rates: float, first: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model: Any = fully_shard(nn.Linear(4, 4))
+        groups = [
+            {"params": [*model.parameters()] if index == first else [], "lr": lr} for index, lr in enumerate(rates)
+        ]
+        return model, torch.optim.SGD(groups)
+
+    save_checkpoint(tmp_path / "c", *make(0.25, 0.5, first=0))
+    model, optimizer = make(1.0, 2.0, first=1)
+    load_checkpoint(tmp_path / "c", model, optimizer)
+    assert [group["lr"] for group in optimizer.param_groups] == [1.0, 0.25]
+
+
+def test_options_that_are_words_come_back(tmp_path: Path) -> None:
+    def make(word: str | None) -> tuple[DistributedDataParallel, DistributedOptimizer]:
+        model = DistributedDataParallel(nn.Linear(4, 4, bias=False))
+        return model, DistributedOptimizer(model, optimizer_class=Muon, adjust_lr_fn=word)
+
+    save_checkpoint(tmp_path / "c", *make("match_rms_adamw"))
+    for word in ("original", None):
+        model, optimizer = make(word)
+        load_checkpoint(tmp_path / "c", model, optimizer)
+        assert optimizer.param_groups[0]["adjust_lr_fn"] == "match_rms_adamw"
+
+
 def test_groups_that_ranks_choose_differently_are_refused_on_all(tmp_path: Path) -> None:
     def save() -> str:
         biases = {"params": "*.bias" if dist.get_rank() else "up.bias", "weight_decay": 0.0}
@@ -321,7 +353,11 @@ def test_a_buffer_that_is_expanded_cannot_be_loaded_and_nothing_is(tmp_path: Pat
     assert model.mask.tolist() == [1.0] * 4
 
 
-@pytest.mark.parametrize("there, here", [(0.25, torch.tensor(0.5)), (torch.tensor(0.25), 0.5)], ids=["to", "from"])
+@pytest.mark.parametrize(
+    "there, here",
+    [(0.25, torch.tensor(0.5)), (torch.tensor(0.25), 0.5), (0.25, torch.tensor([0.5]))],
+    ids=["to", "from", "to a row"],
+)
 def test_a_learning_rate_in_a_tensor_stays_where_it_is(tmp_path: Path, there: Any, here: Any) -> None:
     model, optimizer = build(optimizer={"lr": there})
     save_checkpoint(tmp_path / "c", model, optimizer)

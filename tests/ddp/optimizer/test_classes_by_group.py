@@ -154,6 +154,7 @@ def test_groups_begin_with_the_defaults_of_their_class() -> None:
     assert (second["lr"], second["split"]) == (0.05, 1) and "betas" not in second
     assert (biases["betas"], biases["weight_decay"], norm["weight_decay"]) == ((0.8, 0.9), 0.0, 0.3)
     assert biases["fused"] and "momentum" not in biases
+    assert optimizer.defaults["betas"] == (0.8, 0.9)
 
 
 def test_schedules_act_on_the_groups_of_all_classes() -> None:
@@ -272,6 +273,8 @@ def test_state_of_another_class_is_refused(tmp_path: Path) -> None:
 def test_vectors_in_a_group_of_muon_are_refused() -> None:
     with pytest.raises(ValueError, match=r"Muon updates matrices, and parameter '0\.bias' has shape \[64\]"):
         build(torch.float32, {}, {"param_groups": [{"params": "0.*", "optimizer": Muon}]})
+    with pytest.raises(ValueError, match=r"Muon updates matrices, and parameter '5\.experts' has shape \[3, 8, 128\]"):
+        build(torch.float32, {}, {"param_groups": [{"params": "5.experts", "optimizer": optim.Muon}]})
     with pytest.raises(TypeError, match=r"an optimizer class is a subclass of torch\.optim\.Optimizer, got 'Muon'"):
         build(torch.float32, {}, {"param_groups": [{"params": "0.*", "optimizer": "Muon"}]})
     with pytest.raises(TypeError, match=r"param_groups\[0\]: .*betas"):
@@ -281,6 +284,13 @@ def test_vectors_in_a_group_of_muon_are_refused() -> None:
 def test_matrices_that_shards_cut_are_refused_and_other_parameters_are_not_looked_at() -> None:
     with pytest.raises(ValueError, match=r"Muon updates whole parameters, .*keep_matrices_whole"):
         build(torch.float32, {"use_distributed_optimizer": True})
+    torchs = {"param_groups": [{"params": "0.weight", "optimizer": optim.Muon}]}
+    with pytest.raises(ValueError, match=r"Muon updates whole parameters, .*keep_matrices_whole"):
+        build(torch.float32, {"use_distributed_optimizer": True}, torchs)
+    # Of a stack whole matrices are kept, and not the whole parameter.
+    lamb = type("LAMB", (optim.SGD,), {"per_parameter": True})
+    with pytest.raises(ValueError, match=r"LAMB updates whole parameters, .*keep_params_whole=True"):
+        build(torch.float32, SELECTED, {"param_groups": [{"params": "5.experts", "optimizer": lamb}]})
 
 
 def test_compact_state_needs_buckets_of_its_own() -> None:

@@ -183,6 +183,7 @@ def test_a_step_that_is_skipped_changes_nothing() -> None:
         after = masters_of(optimizer)
         assert all(torch.equal(before[name], after[name]) for name in before) == (step == 2)
     assert {float(state["step"]) for state in optimizer.state.values()} == {3.0}
+    assert optimizer.num_skipped_steps == 1
 
 
 def test_a_tensor_of_param_groups_that_a_program_writes_is_its_own_master() -> None:
@@ -328,6 +329,11 @@ def test_state_takes_six_bytes_a_parameter() -> None:
         ({"offload_state": "disk"}, "offload_state"),
         ({"offload_state": "host", "optimizer_class": torch.optim.NAdam}, "NAdam"),
         ({"state": "compact", "amsgrad": True}, "amsgrad"),
+        ({"state": "compact", "maximize": True}, "maximize"),
+        (
+            {"state": "compact", "optimizer_class": torch.optim.Adam, "decoupled_weight_decay": True},
+            "take the class AdamW",
+        ),
         ({"state": "compact", "betas": (torch.tensor(0.9), torch.tensor(0.95)), "lr": torch.tensor(0.1)}, "betas"),
     ],
 )
@@ -336,6 +342,21 @@ def test_what_compact_state_lacks_is_refused(options: dict[str, Any], words: str
     with pytest.raises(ValueError, match=words):
         DistributedOptimizer(ddp, **options)
     trained(DistributedOptimizer(ddp), range(1))  # nothing has changed
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [
+        ("amsgrad", True, "amsgrad=True, which a group has by now"),
+        ("maximize", True, "maximize alike in all groups"),
+        ("decoupled_weight_decay", False, "take the class Adam,"),
+    ],
+)
+def test_what_compact_state_lacks_is_refused_where_a_group_gets_it_later(option: str, value: bool, words: str) -> None:
+    optimizer = compact(wrap(make_model()), param_groups=[{"params": "*.bias"}])
+    optimizer.param_groups[0][option] = value
+    with pytest.raises(ValueError, match=words):
+        trained(optimizer, range(1))
 
 
 def test_fp16_parameters_are_refused_and_fp32_ones_are_masters() -> None:

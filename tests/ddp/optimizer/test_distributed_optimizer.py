@@ -284,6 +284,22 @@ def test_gradients_of_slices_are_reduced_when_they_are_read(config: dict[str, An
         assert (grad == 3.0).all()  # two rows of 1, and of 2
 
 
+def test_gradients_of_slices_that_nobody_has_are_not_read() -> None:
+    """Released memory holds no sums between microbatches."""
+
+    def on_rank() -> None:
+        ddp = wrap(nn.Linear(8, 32), use_distributed_optimizer=True, release_grads=True)
+        (held, *_) = DistributedOptimizer(ddp).slices
+        with ddp.no_sync():
+            ddp(torch.ones(2, 8)).sum().backward()
+        with pytest.raises(RuntimeError, match=r"a read of the gradient of '\w+' before the reduction"):
+            _ = held.grad
+        ddp(torch.ones(2, 8)).sum().backward()
+        assert held.grad.any() or not held.grad.numel()
+
+    simulate(on_rank, 2)
+
+
 def test_a_model_that_is_loaded_behind_its_optimizer_loses_no_bits() -> None:
     """Equal bf16 weights leave the fp32 masters, whose steps are far below a rounding of theirs."""
     found = []
@@ -415,6 +431,87 @@ def test_a_step_that_raised_may_be_taken_again(optimizer_class: type[FailsOnce])
     assert_close(weights(ddp), expected, 1e-6)
 
 
+class CountsSteps(torch.optim.SGD):
+    """Counts its steps for all parameters together, and divides no gradient itself, as torch's fused kernels do."""
+
+    elementwise = True
+    steps = 0
+
+    def step(self, closure: Any = None) -> None:
+        self.steps += 1
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.data.add_(param.grad, alpha=-group["lr"])
+
+
+def test_a_class_of_the_programs_own_steps_once_on_clipped_gradients() -> None:
+    """Also where buckets are updated while others are reduced or gathered, and though torch has a fused kernel for its
+    base."""
+
+    def on_each_rank() -> None:
+        options = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 64}
+        ddp = wrap(make_model(), use_distributed_optimizer=True, **options)
+        optimizer = DistributedOptimizer(ddp, lr=1.0, optimizer_class=CountsSteps)
+        (batch,) = make_batches(1)
+
+        def moved() -> Tensor:
+            before = weights(ddp)
+            ddp(batch).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return torch.stack([(weights(ddp)[name] - weight).norm() for name, weight in before.items()]).norm()
+
+        for steps in (1, 2):
+            assert moved() > 0.1
+            assert optimizer._inners[0].steps == steps  # type: ignore[attr-defined]
+        optimizer.max_grad_norm = 1e-3
+        torch.testing.assert_close(moved(), torch.tensor(1e-3), rtol=1e-2, atol=0)
+
+    simulate(on_each_rank, 2)
+
+
+def test_gradients_that_were_exposed_by_hand_are_stepped() -> None:
+    """After backwards under ``no_sync`` alone, which leave nothing in ``.grad``."""
+    ddp = wrap(make_model())
+    optimizer = DistributedOptimizer(ddp, lr=0.1)
+    before = weights(ddp)
+    with ddp.no_sync():
+        ddp(make_batches(1)[0]).square().sum().backward()
+    ddp.finish_grad_sync()
+    ddp.expose_grads()
+    optimizer.step()
+    assert not torch.equal(weights(ddp)["0.weight"], before["0.weight"])
+
+
+def test_a_scale_of_a_step_that_was_forgotten_is_forgotten_too() -> None:
+    """After a capture that failed."""
+    ddp = wrap(make_model(), use_distributed_optimizer=True)
+    optimizer = DistributedOptimizer(ddp, lr=0.1, optimizer_class=torch.optim.SGD)
+    ddp_backward(ddp, make_batches(1))
+    expected = {name: weight - 0.1 * main_grads(ddp)[name] for name, weight in weights(ddp).items()}
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(8.0), torch.tensor(1.0)  # type: ignore[attr-defined]
+    optimizer.forget_step()
+    optimizer.step()
+    assert_close(weights(ddp), expected, 1e-6)
+
+
+def test_parameters_without_elements_share_no_memory() -> None:
+    model = nn.ParameterList([torch.ones(3), torch.empty(0), torch.empty(0, 4)])
+    assert len(DistributedOptimizer(wrap(model)).slices) == 3
+
+
+def test_the_number_of_steps_is_no_state_of_an_element() -> None:
+    """Though a parameter of one element has one number of each."""
+    ddp = wrap(nn.ParameterList([torch.ones(1)]), keep_params_whole=True, use_distributed_optimizer=True)
+    optimizer = DistributedOptimizer(ddp)
+    ddp.finish_grad_sync()
+    optimizer.step()
+    (held,) = optimizer.slices
+    assert set(held.state()) == {"exp_avg", "exp_avg_sq"}
+    assert set(held.scalars()) == {"step"}
+
+
 def saved_state(sharded: bool, bucket_size: int | None) -> dict[str, Any]:
     ddp = wrap(make_model(), use_distributed_optimizer=sharded, bucket_size=bucket_size)
     return copy.deepcopy(DistributedOptimizer(ddp).state_dict())
@@ -439,6 +536,52 @@ def test_a_state_of_another_layout_is_refused(ranks: int, bucket_size: int | Non
             DistributedOptimizer(ddp).load_state_dict(states[(rank + key) % ranks])
 
     simulate(load, 2 if key else 1)
+
+
+def test_each_rank_without_shards_has_the_one_state() -> None:
+    for state in simulate(saved_state, 2, False, None):
+        assert state["shard"] == "1 of 1"
+
+
+@pytest.mark.parametrize("key", ["masters", "param_groups", "state"])
+def test_a_state_that_was_cut_is_refused(key: str) -> None:
+    state = saved_state(True, 64)
+    optimizer = DistributedOptimizer(wrap(make_model(), use_distributed_optimizer=True, bucket_size=64))
+    cuts = [{name: value for name, value in state.items() if name != key}]
+    if key != "state":
+        cuts.append({**state, key: state[key][:-1]})
+    for cut in cuts:
+        with pytest.raises(ValueError, match=rf"not as it was saved: '{key}' is missing, or cut"):
+            optimizer.load_state_dict(cut)
+    optimizer.load_state_dict(state)
+
+
+def test_a_state_of_another_rank_is_refused_where_all_shards_are_cut_alike() -> None:
+    def made() -> DistributedOptimizer:
+        return DistributedOptimizer(wrap(nn.ParameterList([torch.ones(256)]), use_distributed_optimizer=True))
+
+    states = simulate(lambda: copy.deepcopy(made().state_dict()), 2)
+
+    def load() -> None:
+        with pytest.raises(ValueError, match=r"that of shard \d of 2, and this rank has shard \d of 2"):
+            made().load_state_dict(states[1 - torch.distributed.get_rank()])
+
+    simulate(load, 2)
+
+
+def test_a_state_that_does_not_fit_on_one_rank_is_refused_on_all() -> None:
+    states = simulate(saved_state, 2, True, 64)
+
+    def load() -> None:
+        rank = torch.distributed.get_rank()
+        ddp = wrap(make_model(seed=1), use_distributed_optimizer=True, bucket_size=64)
+        before = weights(ddp)
+        given = {**states[rank], "masters": states[rank]["masters"][rank:]}
+        with pytest.raises(ValueError, match=r"'masters' is missing, or cut.*\(on rank 1\)"):
+            DistributedOptimizer(ddp).load_state_dict(given)
+        assert_same(weights(ddp), before)
+
+    simulate(load, 2)
 
 
 def test_a_state_of_a_stock_optimizer_is_refused() -> None:

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer, clip_grad_norm
+from maingrad.ddp.buckets import iteration_ends
+from maingrad.ddp.buckets.iteration_ends import IterationWatcher
 from maingrad.ddp.optimizer.grad_norm import clip_coefficient, global_grad_norm
 from maingrad.launch import simulate
 
@@ -304,6 +306,12 @@ def test_large_and_small_gradients_neither_overflow_nor_vanish() -> None:
         torch.testing.assert_close(norm, torch.tensor(5.0 * scale), rtol=1e-6, atol=0)
 
 
+def test_the_widest_gradient_may_be_any() -> None:
+    three, four = torch.tensor([3.0, 0.0]), torch.tensor([[0.0], [4.0]])
+    for grads in ([three.double(), four], [three, four.double()]):
+        assert norm_of(grads).dtype is torch.float64
+
+
 def test_a_complex_gradients_norm_counts_both_parts() -> None:
     assert norm_of([torch.tensor([3.0 + 4.0j])]) == 5.0
 
@@ -457,6 +465,28 @@ def test_a_step_with_nan_on_one_rank_is_skipped_and_counted_on_all(
     for found, skipped in simulate(skips_nan, 2, name, config, max_norm, bad):
         assert skipped == 1
         torch.testing.assert_close(found, [param.detach() for param in plain.parameters()], rtol=1e-6, atol=1e-6)
+
+
+def test_watchers_of_iterations_hear_of_a_step_that_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recipes that keep a history do."""
+    heard: list[bool] = []
+
+    class Watcher(IterationWatcher):
+        def ended(self, *_: Any) -> None: ...
+
+        def discarded(self, *_: Any, **__: Any) -> None: ...
+
+        def stepped(self, model: nn.Module, found_inf: Tensor | None) -> None:
+            heard.append(found_inf is not None and bool(found_inf))
+
+    monkeypatch.setattr(iteration_ends, "_watchers", [Watcher()])
+    ddp = wrap(nn.Linear(2, 1))
+    optimizer = DistributedOptimizer(ddp, lr=0.1, skip_nonfinite=True)
+    for value in (1.0, math.nan, 1.0):
+        ddp(torch.full((1, 2), value)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert heard == [False, True, False]
 
 
 def test_an_optimizer_may_be_told_later_to_skip() -> None:

@@ -15,7 +15,7 @@ from summed_by_hand import tree_sum
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from maingrad.ddp import DistributedDataParallel, DistributedOptimizer, GradScaler, clip_grad_norm
+from maingrad.ddp import WORLD_OF_ONE, DistributedDataParallel, DistributedOptimizer, GradScaler, clip_grad_norm
 from maingrad.launch import simulate
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
@@ -512,6 +512,24 @@ def test_reduction_and_fused_step_read_nothing_back(placed: str, how: str) -> No
 @pytest.mark.parametrize("options", [{}, {"optimizer_class": torch.optim.SGD, "momentum": 0.9}], ids=["AdamW", "SGD"])
 def test_nor_without_clipping(options: dict[str, Any]) -> None:
     simulate(step_without_sync, 2, SHARDED, options, "scaler")
+
+
+@pytest.mark.parametrize("bad", [(1,), (0, 1)])
+def test_all_stages_of_a_pipeline_skip_a_step_and_count_it_once(bad: tuple[int, ...]) -> None:
+    def on_each_stage() -> tuple[float, float]:
+        model = DistributedDataParallel(nn.Linear(2, 1), process_group=WORLD_OF_ONE)
+        optimizer = DistributedOptimizer(model, lr=0.1)
+        scaler = GradScaler("cpu", init_scale=4.0, pipeline_group=dist.group.WORLD)
+        for step in range(2):
+            value = math.inf if step == 0 and dist.get_rank() in bad else 1.0
+            scaler.scale(model(torch.full((2, 2), value)).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        (state, *_) = optimizer.state.values()
+        return float(state["step"]), scaler.get_scale()
+
+    assert simulate(on_each_stage, 2) == [(1.0, 2.0)] * 2
 
 
 READS: dict[str, Callable[[Tensor], Any]] = {

@@ -86,6 +86,43 @@ def test_steps_are_those_of_the_definition(kind: str, form: str) -> None:
         assert len(held.state()) == (0 if kind == "sgd" else 1)
 
 
+def test_options_that_a_program_changes_between_steps() -> None:
+    """Another direction; and momentum that begins late, whose first step is not dampened."""
+    options = {**SGD, "weight_decay": 0.0, "dampening": 0.5}
+    optimizer = DistributedOptimizer(wrapped(torch.float32), **options, **COMPACT)
+    weight = optimizer.model.module[0].weight
+    moves = []
+    for changes in ({}, {"maximize": True}, {"maximize": False, "momentum": 0.5}, {}):
+        for group in optimizer.param_groups:
+            group.update(changes)
+        before = weight.detach().clone()
+        add_grad(weight, torch.ones_like(weight))
+        optimizer.step()
+        optimizer.zero_grad()
+        moves.append((weight - before).mean().item() / options["lr"])
+    assert moves == pytest.approx([-1.0, 1.0, -1.0, -1.0], rel=1e-4)
+
+
+def test_lion_passes_over_parameters_without_a_gradient() -> None:
+    params = [nn.Parameter(torch.ones(2)) for _ in range(3)]
+    optimizer = Lion(params, lr=0.5)
+    params[0].grad = params[2].grad = torch.ones(2)
+    optimizer.step()
+    assert [param[0].item() for param in params] == [0.5, 1.0, 0.5]
+
+
+def test_equal_parameters_are_rounded_by_draws_of_their_own() -> None:
+    model = DistributedDataParallel(nn.ParameterList([torch.zeros(512, dtype=torch.bfloat16) for _ in range(2)]))
+    optimizer = DistributedOptimizer(model, **CLASSES["momentum"], state="compact")
+    for _ in range(2):
+        for param in model.parameters():
+            add_grad(param, torch.linspace(1.0, 1.1, 512))
+        optimizer.step()
+        optimizer.zero_grad()
+    first, second = ({**held.state()} for held in optimizer.slices)
+    assert not torch.equal(first["momentum_buffer"], second["momentum_buffer"])
+
+
 def test_momentum_of_a_checkpoint_without_steps_is_not_the_first() -> None:
     """torch's SGD counts no steps, and dampening spares the first step alone."""
     one = DistributedOptimizer(wrapped(), **CLASSES["dampened"])

@@ -299,6 +299,15 @@ def test_groups_that_make_no_sense_are_refused_by_name(groups: Any, error: type[
         DistributedOptimizer(wrap(make_net()), param_groups=groups)
 
 
+def test_loops_over_tensors_are_taken_in_place_of_the_fused_kernel() -> None:
+    """torch refuses both together."""
+    looped, optimizer = train(torch.float32, range(2), {}, {**DEFAULTS, "foreach": True})
+    assert not optimizer.param_groups[0]["fused"]
+    fused, _ = train(torch.float32, range(2), {}, DEFAULTS)
+    for name in NAMES:
+        torch.testing.assert_close(looped[-1][name], fused[-1][name], rtol=1e-5, atol=1e-6)
+
+
 def test_a_frozen_parameter_is_in_no_group() -> None:
     model = make_net()
     model[0].bias.requires_grad_(False)

@@ -1,11 +1,14 @@
 """A step updates reduced buckets while others are being reduced: the same weights, in another order."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 from loops import loss_of, make_batches, make_model, weights
 
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
+from maingrad.ddp.gathers.param_gather import ParamGather
 from maingrad.ddp.optimizer.step_order import step_order
 from maingrad.launch import simulate
 
@@ -52,6 +55,32 @@ def test_start_and_step_or_step_alone_is_finish_and_step(
         for mine, theirs in [*zip(started, finished, strict=True), *zip(alone, finished, strict=True)]:
             for one, other in zip(mine, theirs, strict=True):
                 assert torch.equal(one, other)
+
+
+def test_parameters_are_gathered_in_the_order_of_the_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each as soon as those before it are under way, in each step."""
+    started: list[tuple[int, str]] = []
+    start = ParamGather.start
+
+    def note(gather: ParamGather, *args: Any, **options: Any) -> None:
+        started.append((dist.get_rank(), gather.name))
+        start(gather, *args, **options)
+
+    monkeypatch.setattr(ParamGather, "start", note)
+
+    def on_each_rank() -> None:
+        config = {"use_distributed_optimizer": True, "overlap_param_gather": True, "overlap_grad_reduce": True}
+        ddp = DistributedDataParallel(make_model(), DistributedDataParallelConfig(bucket_size=32, **config))
+        optimizer = DistributedOptimizer(ddp)
+        for step in range(2):
+            loss_of(ddp, make_batches(1, seed=step)[0]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        names = [bucket.name for bucket in reversed(ddp.buckets)]
+        assert len(names) > 2
+        assert [name for rank, name in started if rank == dist.get_rank()] == names * 2
+
+    simulate(on_each_rank, 2)
 
 
 def tokens_are_missing() -> str:

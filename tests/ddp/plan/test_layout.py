@@ -135,6 +135,18 @@ def test_the_default_bucket_grows_with_the_ranks() -> None:
     assert default_bucket_numel(1024) == 1_024_000_000
 
 
+def test_the_default_is_that_of_the_buffers_ranks() -> None:
+    specs = [spec(f"{index}", 1_000_000) for index in range(50)]
+    assert len(plan_gradients(specs).buckets) == 2
+    assert len(plan_gradients(specs, shard_degree=60).buckets) == 1
+
+
+def test_whole_parameters_keep_their_matrices_whole() -> None:
+    for keep in (True, False):
+        (bucket,) = plan_gradients([spec("w", 4, 4)], shard_degree=2, keep_params_whole=keep).buckets
+        assert bucket.keeps_matrices_whole is keep
+
+
 def test_a_scalar_and_an_empty_parameter_get_a_place() -> None:
     plan = plan_gradients([spec("scalar"), spec("empty", 0)], shard_degree=3)
     (bucket,) = plan.buckets

@@ -64,6 +64,13 @@ def test_rows_of_two_widths_apart() -> None:
     assert [bucket.numel for bucket in plan.buckets] == [12 * 640, 12 * 576]
 
 
+def test_what_ends_at_multiples_for_bus_bandwidth_is_not_split_for_less() -> None:
+    """A bucket more would cost 2^16 elements more on each shard."""
+    specs = [spec("wide", 24, 320, atom=320), spec("narrow", 32, 192, atom=192)]
+    plan = plan_gradients(specs, shard_degree=12, max_atom_padding=0.06, pad_for_bus_bandwidth=True)
+    assert [bucket.numel for bucket in plan.buckets] == [3 * 2**16]
+
+
 def test_one_bucket_where_two_or_three_gain_nothing() -> None:
     # Joined two by two as long as that costs nothing, the five end in three buckets as large as one for all.
     numels, atoms = [4480, 24192, 5440, 2208, 4352], [320, 576, 320, 192, 512]

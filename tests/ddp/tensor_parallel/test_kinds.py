@@ -18,7 +18,8 @@ from maingrad.ddp import (
     Muon,
 )
 from maingrad.ddp.optimizer.grad_norm import global_grad_norm
-from maingrad.ddp.plan.model_slice import model_slice_of
+from maingrad.ddp.plan.cut import Box
+from maingrad.ddp.plan.model_slice import ModelSlice, model_slice_of, set_model_slice
 from maingrad.launch import simulate
 
 FOUR = (1, 2, 2)
@@ -283,13 +284,32 @@ def an_odd_stride_on_one_rank() -> str:
 
 def norms_of_heads() -> str:
     ranks = ranks_of_mesh(FOUR)
-    model = nn.Module()
-    model.q_layernorm, model.config = nn.LayerNorm(4), type("Config", (), {"qk_layernorm": True})
-    text = refusal(lambda: wrap(model, ranks))
-    for param in model.parameters():
-        param.sequence_parallel = True
-    wrap(model, ranks)
-    return text
+    texts = []
+    for name in ("q_layernorm", "k_layernorm"):
+        model, known = nn.Module(), nn.Module()
+        for each in (model, known):
+            setattr(each, name, nn.LayerNorm(4))
+            each.config = type("Config", (), {"qk_layernorm": True})
+        texts.append(refusal(lambda model=model: wrap(model, ranks)))
+        for param in model.parameters():
+            param.sequence_parallel = True
+        wrap(model, ranks)
+        for param in known.parameters():  # the program has said that ranks have equal gradients
+            set_model_slice(param, ModelSlice((4,), (Box((0,), (4,)),), None, ranks.tp.get_group(), "dense"))
+        wrap(known, ranks)
+    assert "'k_layernorm.weight' norms the heads" in texts[1]
+    return texts[0]
+
+
+def layers_over_other_ranks() -> str:
+    ranks = ranks_of_mesh(FOUR)
+    models = [cut(CutModel(), ranks.tp.get_group()) for _ in range(2)]
+    for model in models:  # a copy's, and a container's, which has no slice of its own
+        model.head.tp_group = model.blocks.tp_group = ranks.dp.get_group()
+        model.blocks[0].up.tp_group = ranks.dp.get_group()
+    models[0].blocks[0].up.tensor_parallel_members = dist.get_process_group_ranks(ranks.tp.get_group())
+    wrap(models[0], ranks)
+    return refusal(lambda: wrap(models[1], ranks))
 
 
 def muon_of_torch(known: bool) -> str:
@@ -360,6 +380,7 @@ REFUSED = {
     marks_an_uneven_cut: ("differs between ranks", "'blocks.0.up.weight' [8, 6]"),
     an_odd_stride_on_one_rank: ("partition_stride = 4 does not divide the 6 rows", "on rank 3"),
     norms_of_heads: ("'q_layernorm.weight' norms the heads", "set sequence_parallel = True on it"),
+    layers_over_other_ranks: ("layer 'blocks.0.up' is cut over ranks", "pass the layers' group"),
     marks_partial_on_one_rank: ("differs between ranks", "'head.bias'"),
     muon_over_slices: ("Muon updates whole parameters", "slices of '0.weight'"),
     experts_of_unknown_ranks: ("say which ranks hold the same experts", "WORLD_OF_ONE"),

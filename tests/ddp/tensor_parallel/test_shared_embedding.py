@@ -152,6 +152,8 @@ def refused(what: str) -> str:
         model(0).backward()
         with pytest.raises(ValueError, match="without pipeline_group would treat each pipeline stage"):
             clip_grad_norm(model, 1.0)
+        with pytest.raises(ValueError, match="without pipeline_group would treat each pipeline stage"):
+            clip_grad_norm([model, model], 1.0)
         return str(raised.value)
     return "nothing to refuse"
 

@@ -4,6 +4,7 @@ Under every wrapper the result is right, or an error says why there is none.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
+from maingrad.ddp.torch_grads.optimizer import after_closure
 from maingrad.fsdp import fully_shard
 from maingrad.launch import simulate
 
@@ -100,6 +102,27 @@ def test_a_closure_trains_as_in_plain_pytorch(name: str, keyword: bool, called: 
     expected = plainly_trained(OPTIMIZERS[name])
     for found in simulate(train, RANKS):
         torch.testing.assert_close(found, expected)
+
+
+def test_what_is_called_around_a_closure() -> None:
+    """Other arguments of ``step`` stay as they are."""
+    calls: list[str] = []
+
+    def closure() -> int:
+        calls.append("closure")
+        return 7
+
+    around = partial(after_closure, then=lambda: calls.append("then"), first=lambda: calls.append("first"))
+    for args, kwargs in ((("optimizer", closure, 3), {"more": 4}), (("optimizer",), {"closure": closure, "more": 4})):
+        found = around(args, kwargs)
+        assert found is not None
+        called = found[0][1] if len(args) > 1 else found[1]["closure"]
+        assert called() == 7
+        assert calls == ["first", "closure", "then"]
+        calls.clear()
+        assert found[0][2:] == args[2:] and found[1]["more"] == 4
+    assert around(("optimizer", None), {}) is None
+    assert around(("optimizer",), {}) is None
 
 
 @pytest.mark.parametrize("name", ["AdamW", "SGD"])

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer, Muon
+from maingrad.ddp.torch_grads.muon import alike
 from maingrad.fsdp import fully_shard
 from maingrad.launch import simulate
 
@@ -203,12 +204,30 @@ def test_state_dicts_go_to_and_from_torch() -> None:
         ((8, 4), {"adjust_lr_fn": "orignal"}, "adjust_lr_fn"),
         ((8, 4), {"momentum": 1.0}, "momentum"),
         ((8, 4), {"lr": -1.0}, "lr"),
+        ((8, 4), {"weight_decay": -0.1}, "weight_decay"),
+        ((8, 4), {"split": (8, 0)}, "rows"),
     ],
     ids=str,
 )
 def test_refusals(shape: tuple[int, ...], options: dict[str, Any], word: str) -> None:
     with pytest.raises(ValueError, match=word):
         Muon([nn.Parameter(torch.zeros(shape))], **options)
+
+
+def test_options_of_a_group_and_complex_matrices_are_refused() -> None:
+    with pytest.raises(ValueError, match="lr"):
+        Muon([{"params": [nn.Parameter(torch.zeros(8, 4))], "lr": -1.0}])
+    with pytest.raises(ValueError, match=r"complex64: give it to another class"):
+        Muon([nn.Parameter(torch.zeros(8, 4, dtype=torch.complex64))])
+
+
+def test_matrices_share_a_batch_up_to_its_elements(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one shape and dtype. One matrix is a batch of its own, however large it is."""
+    monkeypatch.setattr("maingrad.ddp.torch_grads.muon._BATCH_NUMEL", 32)
+    small = [torch.zeros(1, 4, 4) for _ in range(5)]
+    assert list(alike([*small, torch.zeros(1, 8, 8)])) == [[0, 1], [2, 3], [4], [5]]
+    assert list(alike([torch.zeros(1, 8, 8)] * 2)) == [[0], [1]]
+    assert list(alike([small[0], small[1].bfloat16(), small[2]])) == [[0, 2], [1]]
 
 
 def make_net() -> nn.Sequential:

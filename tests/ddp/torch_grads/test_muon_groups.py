@@ -1,5 +1,6 @@
 """``muon_groups`` finds hidden matrices, and says of each other parameter why it is none."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -203,6 +204,66 @@ def test_rows_of_a_known_head_are_those_of_other_matrices_too() -> None:
     tied = nn.ModuleDict({"embedding": nn.Embedding(48, 16), "qkv": nn.Linear(16, 48), "last": nn.Linear(16, 48)})
     tied["last"].weight = tied["embedding"].weight
     assert muon_groups(tied).matrices == ("qkv.weight",)
+
+
+class Other(nn.Module):
+    """No linear layer."""
+
+    def __init__(self, *shape: int, name: str = "weight") -> None:
+        super().__init__()
+        self.register_parameter(name, nn.Parameter(torch.zeros(shape)))
+
+
+def reasons(**modules: nn.Module) -> dict[str, str]:
+    """Why matrices are left out; "" for those that are not."""
+    found = muon_groups(nn.ModuleDict(modules))
+    return found.left_out | dict.fromkeys(found.matrices, "")
+
+
+def test_what_makes_a_head_or_a_router() -> None:
+    table, last, up = nn.Embedding(48, 16), nn.Linear(16, 48, bias=False), nn.Linear(16, 16, bias=False)
+    # Of a module that is no linear layer, and in a router, the name of a head says nothing: it is found by its rows.
+    assert reasons(table=table, score=Other(4, 16), last=last)["last.weight"] == "of the head"
+    router = nn.ModuleDict({"output": nn.Linear(16, 4, bias=False)})
+    found = reasons(table=table, router=router, last=last)
+    assert found["last.weight"] == "of the head"
+    assert found["router.output.weight"].startswith("of a router")
+    # A gate without experts beside it is a linear layer as another.
+    assert reasons(gate=up)["gate.weight"] == ""
+
+
+def test_the_first_owner_of_a_tied_matrix_says_what_it_is() -> None:
+    for names, why in (({"layer", "other"}, ""), ({"other"}, "not of a linear layer, but of Other")):
+        layer, other = nn.Linear(16, 16, bias=False), Other(16, 16)
+        other.weight = layer.weight
+        modules = {"layer": layer, "other": other} if "layer" in names else {"other": other, "layer": layer}
+        (found,) = reasons(**modules).values()
+        assert found == why
+
+
+def test_matrices_of_other_kinds() -> None:
+    assert reasons(complex=nn.Linear(4, 4, bias=False, dtype=torch.complex64)) == {"complex.weight": "a vector"}
+    layer = nn.Linear(4, 4, bias=False)
+    layer.kernel = nn.Parameter(torch.zeros(2, 2, 4, 4))
+    found = reasons(layer=layer, sparse_moe=Other(3, 4, 4), experts=Other(1, 4, 4))
+    assert found == {
+        "layer.weight": "",
+        "layer.kernel": "not of a linear layer, but of Linear",
+        "sparse_moe.weight": "",
+        "experts.weight": "",
+    }
+    # Neither dim 0 of experts nor a config without the number of groups gives the rows of query, key and value.
+    attention = nn.ModuleDict({"qkv_proj": nn.Linear(16, 32, bias=False)})
+    attention.config, attention.head_dim = SimpleNamespace(num_attention_heads=2), 8
+    for model in (nn.ModuleDict({"experts": Other(12, 4, 8, name="qkv")}), attention):
+        with pytest.raises(ValueError, match="seems to be several matrices in one"):
+            muon_groups(model)
+
+
+def test_each_reason_is_said_once_where_nothing_is_a_matrix() -> None:
+    found = muon_groups(nn.Sequential(nn.LayerNorm(4), nn.LayerNorm(4), nn.Conv1d(4, 4, 3, bias=False)))
+    assert "would update all (a vector; of a convolution)" in found.why_nothing
+    assert "(nothing is trained)" in muon_groups(nn.Identity()).why_nothing
 
 
 def test_matrices_with_rows_of_inputs() -> None:

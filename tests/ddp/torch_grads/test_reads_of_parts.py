@@ -67,6 +67,61 @@ def test_a_read_is_that_of_the_whole_gradient_or_names_it(name: str) -> None:
         simulate(check, ranks, OF_A_MATRIX[name](plain(ranks)[0].weight.grad))
 
 
+def test_every_read_on_two_ranks() -> None:
+    def check() -> None:
+        model = zero1()
+        for name, read in OF_A_MATRIX.items():
+            found = answer(read, model.module[0].weight.grad, on_shards=name == "with a row")
+            torch.testing.assert_close(found, expected[name])
+
+    reference = plain(2)
+    expected = {name: read(reference[0].weight.grad) for name, read in OF_A_MATRIX.items()}
+    simulate(check, 2)
+
+
+ATTRIBUTES = """
+    shape dtype device layout ndim requires_grad grad grad_fn grad_dtype is_leaf retains_grad output_nr names itemsize
+    nbytes name _base _version is_cpu is_cuda is_meta is_sparse is_quantized is_nested
+"""
+METHODS = """
+    size stride numel nelement dim ndimension element_size storage_offset is_contiguous is_floating_point is_complex
+    is_signed is_inference is_conj is_neg get_device dim_order has_names __len__ __dir__ requires_grad_ new
+"""
+
+
+def ask(tensor: Any) -> None:
+    """Everything that needs no value. A version of torch may lack a name."""
+    for name in ATTRIBUTES.split():
+        if hasattr(Tensor, name):
+            getattr(tensor, name)
+    for name in METHODS.split():
+        if hasattr(Tensor, name):
+            getattr(tensor, name)()
+    assert tensor.is_same_size(tensor) and not tensor.is_same_size(tensor.new_ones(2))
+    for made in (tensor.new_empty(2), tensor.new_empty_strided((2,), (1,)), tensor.new_zeros(2), tensor.new_ones(2)):
+        assert made.shape == (2,) and made.dtype is tensor.dtype and not hasattr(made, "reduced")
+    assert tensor.new_full((2,), 3.0).tolist() == [3.0] * 2
+
+
+def test_questions_wait_for_nothing() -> None:
+    def check() -> None:
+        model = zero1(overlap_param_gather=True)
+        grad, weight = model.module[0].weight.grad, model.module[0].weight
+        ask(grad)
+        assert grad.reduced is None
+        optimizer = DistributedOptimizer(model, lr=0.1)
+        optimizer.step()
+        ask(weight)
+        weight.retain_grad()
+        weight.register_hook(lambda _: None).remove()
+        weight.register_post_accumulate_grad_hook(lambda _: None).remove()
+        assert all(gather.under_way for gather in optimizer.param_sync.gathers)
+        assert weight.norm() > 0
+        assert not all(gather.under_way for gather in optimizer.param_sync.gathers)
+
+    simulate(check, 2)
+
+
 def test_sizes_are_those_of_the_parameter_and_copies_keep_them() -> None:
     def check(expected: Tensor, config: dict[str, Any]) -> None:
         model = zero1(**config)
@@ -74,11 +129,14 @@ def test_sizes_are_those_of_the_parameter_and_copies_keep_them() -> None:
         for each in (grad, grad * 1, grad.clone(), copy.deepcopy(grad)):
             assert each.shape == (60, 5) and each.numel() == 300
             torch.testing.assert_close(each.full_tensor(), expected)
+            each.full_tensor().zero_()  # a tensor of the program's own
+            assert each.norm() > 0
         assert "(60, 5)" in f"{grad}" and "(60, 5)" in repr(grad * 1)
         with pytest.raises(RuntimeError, match=r"full_tensor\(\)"):
             pickle.dumps(grad)
 
-    for ranks, config in (*((ranks, {}) for ranks in RANKS), (4, {"num_distributed_optimizer_instances": 2})):
+    for ranks, instances in (*((ranks, 1) for ranks in RANKS), (2, 2), (4, 2)):
+        config = {"num_distributed_optimizer_instances": instances}
         simulate(check, ranks, plain(ranks)[0].weight.grad, config)
 
 
@@ -106,7 +164,9 @@ def changed_in_place(grad: Any) -> None:
 def test_whole_tensors_beside_a_part() -> None:
     def check(expected: Tensor) -> None:
         model = zero1()
-        changed_in_place(model.module[0].weight.grad)
+        grad = model.module[0].weight.grad
+        assert grad.mul_(1) is grad
+        changed_in_place(grad)
         torch.testing.assert_close(model.module[0].weight.grad.full_tensor(), expected)
         for total in (torch.zeros(60, 5).double(), torch.zeros(5).double()):
             with pytest.raises(RuntimeError, match=r"add_\(\) with a tensor of .*full_tensor"):
@@ -138,6 +198,36 @@ def test_a_row_is_cut_for_a_part_with_as_many_elements_from_the_middle_of_one() 
     assert simulate(check, 3) == [64, 128, 64]
 
 
+def test_what_a_program_takes_of_a_whole_gradient_is_its_own() -> None:
+    def check() -> None:
+        model = zero1(use_distributed_optimizer=False)
+        kept = model.module[0].weight.grad
+        assert kept.norm() > 0
+        kept.full_tensor().zero_()
+        assert kept.norm() > 0
+
+    simulate(check, 1)
+
+
+def test_experts_that_some_ranks_share_are_no_plain_tensors_either() -> None:
+    """Two of four ranks hold an expert: torch's norm of a plain tensor in its place would be that of two ranks."""
+
+    def check() -> None:
+        model = make_net()
+        for param in model[2].parameters():
+            param.allreduce = False  # type: ignore[attr-defined]
+        rank = dist.get_rank()
+        group = dist.new_group([rank % 2, rank % 2 + 2], use_local_synchronization=True)
+        wrapped: Any = DistributedDataParallel(model, expert_process_group=group)
+        optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+        wrapped(batch(rank)).square().mean().backward()
+        model[2].weight.grad = torch.ones_like(model[2].weight)
+        with pytest.raises(RuntimeError, match=r"was replaced by a plain tensor\. Other ranks have other experts"):
+            optimizer.step()
+
+    simulate(check, 4)
+
+
 def test_experts_of_this_rank_are_whole_and_norms_cover_all_ranks() -> None:
     def check(sharded: bool) -> None:
         model = make_net()
@@ -161,8 +251,8 @@ def test_experts_of_this_rank_are_whole_and_norms_cover_all_ranks() -> None:
 def test_what_an_optimizers_own_tensors_show_has_norms_alone() -> None:
     """Ranks have tensors of their own, which are no parts of one tensor."""
 
-    def check() -> None:
-        model = zero1()
+    def check(instances: int) -> None:
+        model = zero1(num_distributed_optimizer_instances=instances)
         optimizer = DistributedOptimizer(model, lr=0.1, optimizer_class=torch.optim.SGD)
         (master, *_) = optimizer.param_groups[0]["params"]
         grad = master.grad
@@ -177,7 +267,8 @@ def test_what_an_optimizers_own_tensors_show_has_norms_alone() -> None:
                 read()
 
     expected = torch.nn.utils.get_total_norm([param.grad for param in plain(2).parameters()])
-    simulate(check, 2)
+    for instances in (1, 2):
+        simulate(check, 2, instances)
 
 
 @pytest.mark.parametrize("ranks", [2])
@@ -263,6 +354,75 @@ def test_a_parameter_takes_gradients_of_its_own_elements_alone() -> None:
         adopt_grad(torch.ones(3, 2), mine)
 
 
+def test_a_program_may_put_what_is_no_gradient_of_ours_into_grad() -> None:
+    """A parameter, and a tensor with a graph, stay what they are."""
+    mine = info_of((4, 3), 0, 6)
+    param, with_graph = nn.Parameter(torch.ones(2, 3), requires_grad=False), torch.ones(2, 3, requires_grad=True) * 1
+    assert adopt_grad(param, mine) is param
+    assert adopt_grad(with_graph, mine) is with_graph
+    assert adopt_grad(None, mine) is None
+
+
+def shard(dtype: torch.dtype = torch.float32, **more: Any) -> ShardedGrad:
+    """Elements 2 to 9 of a matrix: no whole rows."""
+    return make_sharded_grad(torch.arange(1.0, 8.0).to(dtype), info_of((4, 3), 2, 9, **more))
+
+
+def test_what_norms_are_asked_for() -> None:
+    grad, flat = shard(), torch.arange(1.0, 8.0)
+    vector = make_sharded_grad(flat.clone(), info_of((9,), 2, 9))
+    torch.testing.assert_close(grad.norm(dtype=torch.float64), flat.double().norm())
+    torch.testing.assert_close(torch.linalg.vector_norm(grad, 3, dtype=torch.float64), flat.double().norm(3))
+    torch.testing.assert_close(torch.linalg.norm(vector, 3), flat.norm(3))
+    torch.testing.assert_close(torch._foreach_norm([grad, vector], math.inf), [flat.max()] * 2)
+    assert grad.norm(keepdim=True).shape == (1, 1)
+    torch.testing.assert_close(shard(copies=2).norm(), flat.norm() / math.sqrt(2))
+    refused: list[Callable[[], Any]] = [
+        lambda: torch._foreach_norm([grad], 0),
+        lambda: grad.norm(0),
+        lambda: grad.norm(-1.0),
+        lambda: torch.linalg.norm(grad, 3),
+        lambda: torch.linalg.norm(grad, "nuc"),
+        lambda: grad.norm(dim=0),
+        lambda: torch.linalg.vector_norm(grad, out=torch.zeros(())),
+        lambda: grad.max(),
+        lambda: torch.where(grad),
+        lambda: grad + shard(flat=True),
+        lambda: torch.mul(grad, 2, out=torch.zeros(4, 3)),
+    ]
+    for read in refused:
+        with pytest.raises(RuntimeError, match=r"full_tensor\(\)"):
+            read()
+
+
+def test_norms_of_gradients_of_several_dtypes() -> None:
+    grads = [shard(dtype) for dtype in (torch.complex64, torch.bfloat16, torch.float64, torch.float32)]
+    grads[0].mul_(0.6 + 0.8j)
+    found = torch._foreach_norm(grads)
+    assert [each.dtype for each in found] == [torch.float32, torch.bfloat16, torch.float64, torch.float32]
+    for each in found:
+        torch.testing.assert_close(each.float(), torch.tensor(140.0).sqrt(), rtol=2e-3, atol=0)
+    assert {each.dtype for each in torch._foreach_norm(grads, 2, dtype=torch.float64)} == {torch.float64}
+
+
+def test_what_is_element_wise_stays_a_shard() -> None:
+    grad, target = shard(), shard()
+    number = shard(torch.complex64) * (1 + 2j)
+    results = [
+        torch.max(grad, grad),
+        grad.type_as(torch.zeros(5, dtype=torch.float64)),
+        torch.mul(grad, 2, out=target),
+        number.real,
+        number.imag,
+        torch.where(grad > 3, grad, torch.zeros(())),
+    ]
+    assert all(isinstance(each, ShardedGrad) and each.shard.is_same_shard(grad.shard) for each in results)
+    assert results[1].dtype is torch.float64
+    assert results[2] is target
+    assert target.to_local().flatten().tolist() == [2.0 * each for each in range(1, 8)]
+    assert results[4].to_local().flatten().tolist() == [2.0 * each for each in range(1, 8)]
+
+
 def test_placeholders_are_zeros_that_nothing_changes() -> None:
     shapes = [info_of((4, 3), 3, 9), info_of((6,), 2, 5)]
     params = [SimpleNamespace(shard=each, dtype=torch.float64, device=torch.device("cpu")) for each in shapes]
@@ -274,11 +434,13 @@ def test_placeholders_are_zeros_that_nothing_changes() -> None:
     changes: list[Callable[[], Any]] = [
         lambda: first.add_(1),
         lambda: torch._foreach_mul_([torch.ones(3), second], 2.0),
+        lambda: first.detach().add_(1),
         lambda: second.zero_(),
     ]
     for change in changes:
         with pytest.raises(RuntimeError, match=r"\.grad of parameter 'weight' was changed in the middle"):
             change()
+    assert first.requires_grad_(False) is first  # changes no value
     assert (first + 1).to_local().tolist() == [[1.0] * 3] * 2
     assert first.norm() == 0
 

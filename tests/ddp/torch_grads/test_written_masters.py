@@ -3,6 +3,7 @@
 What they write reaches every rank's parameters, or is refused by name: never one rank's alone.
 """
 
+import re
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -121,6 +122,20 @@ def test_what_is_written_to_masters_reaches_all_ranks_or_is_refused(
     assert all(map(torch.equal, first, second))
 
 
+def test_masters_beside_whole_parameters_are_watched_too() -> None:
+    def program(job: Job) -> None:
+        job.step()
+        with torch.no_grad():
+            job.masters()[-1].mul_(0.5)
+        assert len(job.model.buckets) > 1
+        with pytest.raises(RuntimeError, match=re.escape(f"of bucket '{job.model.buckets[-1].name}'")):
+            job.forward()
+        job.optimizer.mark_loaded()
+        job.forward()
+
+    on_each(program, torch.bfloat16, sharded=False, bucket_size=1)
+
+
 def test_where_parameters_are_the_masters_writing_them_is_right() -> None:
     def program(job: Job) -> list[Tensor]:
         job.step()
@@ -199,12 +214,11 @@ def test_a_whole_gradient_that_is_put_in_place_of_another_is_stepped(moment: str
 def test_a_gradient_of_a_master_that_nobody_reads_is_refused() -> None:
     def program(job: Job) -> None:
         job.backward()
-        for master in job.masters():
-            master.grad = torch.zeros_like(master)
+        job.masters()[-1].grad = torch.zeros_like(job.masters()[-1])  # one is enough
         with pytest.raises(RuntimeError, match=r"\.grad of a tensor of optimizer\.param_groups.*reduced_grads\(\)"):
             job.optimizer.step()
 
-    on_each(program)
+    on_each(program, bucket_size=1)
 
 
 def test_clipping_of_masters_clips_the_whole_model() -> None:

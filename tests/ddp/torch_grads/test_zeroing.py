@@ -106,6 +106,19 @@ def test_zeros_stay_where_a_program_asks_for_them() -> None:
     assert all(param.grad is None for param in ddp.parameters())
 
 
+def test_a_zero_grad_of_the_programs_own_stays() -> None:
+    ddp = wrap(make_model())
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    calls: list[int] = []
+    optimizer.zero_grad = lambda set_to_none=True: calls.append(1)  # type: ignore[method-assign]
+    for step in range(2):
+        loss_of(ddp, make_batches(1, seed=step)[0]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ddp.zero_grad()
+    assert calls == [1, 1]
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -315,6 +328,16 @@ def test_gradients_that_were_discarded_stay_away_in_a_backward_that_does_not_rea
         optimizer.step()
     for mine, plain in zip(net.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(mine, plain)
+
+
+def test_a_parameter_without_a_use_has_zeros() -> None:
+    """Another rank may have used it. A frozen one has none."""
+    net = TwoEnds()
+    net.ends[1].bias.requires_grad_(False)
+    ddp = wrap(net)
+    ddp(make_batches(1)[0], 0).square().mean().backward()
+    assert net.ends[1].weight.grad is not None and net.ends[1].bias.grad is None
+    assert not net.ends[1].weight.grad.any()
 
 
 @pytest.mark.parametrize("sharded", [False, True])

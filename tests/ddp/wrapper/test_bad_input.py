@@ -405,6 +405,8 @@ def test_a_lazy_module_has_no_shapes_yet() -> None:
         wrap(nn.Sequential(nn.LazyLinear(2)))
     with pytest.raises(ValueError, match="'weight' has no shape yet"):
         wrap(nn.LazyBatchNorm1d())
+    with pytest.raises(ValueError, match=r"'1\.running_mean' has no shape yet"):
+        wrap(nn.Sequential(nn.Linear(2, 2), nn.LazyBatchNorm1d(affine=False)))
 
 
 def test_a_fused_layer_without_a_wrapper_is_named() -> None:

@@ -17,6 +17,7 @@ from maingrad.ddp import (
     load_checkpoint,
     save_checkpoint,
 )
+from maingrad.ddp.plan.owned_params import buffers_of_experts, is_marked_expert
 from maingrad.fsdp import fully_shard
 from maingrad.launch import simulate
 
@@ -109,6 +110,39 @@ def only_a_buffer_is_marked() -> list[float]:
 
 def test_a_marked_buffer_alone_is_an_experts() -> None:
     assert simulate(only_a_buffer_is_marked, 2) == [[0.0], [1.0]]
+
+
+def with_buffer(*params: bool, **modules: nn.Module) -> nn.Module:
+    """A module with a buffer, and a parameter of an expert for each True, of no expert for each False."""
+    found = nn.Module()
+    for index, of_expert in enumerate(params):
+        found.register_parameter(f"param{index}", nn.Parameter(torch.zeros(1)))
+        found.get_parameter(f"param{index}").allreduce = not of_expert  # type: ignore[attr-defined]
+    found.register_buffer("buffer", torch.zeros(1))
+    for name, module in modules.items():
+        found.add_module(name, module)
+    return found
+
+
+def test_buffers_are_experts_as_the_parameters_beside_them_are() -> None:
+    model = with_buffer(
+        False,
+        expert=with_buffer(True, True, inside=with_buffer()),
+        mixed=with_buffer(True, False, inside=with_buffer()),
+        around=with_buffer(expert=with_buffer(True)),
+        around_both=with_buffer(expert=with_buffer(True), dense=with_buffer(False)),
+    )
+    model.expert.marked = nn.Module()  # type: ignore[union-attr]
+    model.expert.marked.register_buffer("buffer", torch.zeros(1))  # type: ignore[union-attr]
+    model.expert.marked.buffer.allreduce = True  # type: ignore[union-attr]
+    found = buffers_of_experts(model, is_marked_expert)
+    assert {name for name, buffer in model.named_buffers() if id(buffer) in found} == {
+        "expert.buffer",
+        "expert.inside.buffer",
+        "around.buffer",
+        "around.expert.buffer",
+        "around_both.expert.buffer",
+    }
 
 
 def shared_within(frozen: bool) -> list[Tensor]:

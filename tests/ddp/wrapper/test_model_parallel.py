@@ -145,6 +145,7 @@ def norms_of(way: str) -> list[str]:
         refusal(lambda: DistributedOptimizer(model, lr=1.0, max_grad_norm=1.0)),
         refusal(lambda: DistributedOptimizer(model, lr=1.0, skip_nonfinite=True)),
         refusal(lambda: scaler.unscale_(optimizer)),
+        refusal(lambda: torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 1.0), RuntimeError),
         refusal(lambda: wrap(way, Cut(dist.get_rank() % 2), dp, check_for_nan_in_grad=True)),
     ]
     if way == "zero1":
@@ -188,6 +189,19 @@ def after_taking_the_marks_off(way: str) -> float:
 def test_without_the_mark_norms_are_as_ever(way: str) -> None:
     norms = simulate(after_taking_the_marks_off, 4, way)
     assert len(set(norms)) == 1
+
+
+def searched_for_nan() -> int:
+    """Marks of a tensor-parallel degree of 1; and slices whose ranks are known."""
+    alone = wrap("ddp", Cut(0), None, check_for_nan_in_grad=True)
+    dp, tp = groups()
+    config = DistributedDataParallelConfig(check_for_nan_in_grad=True)
+    known = DistributedDataParallel(Cut(dist.get_rank() % 2), config, process_group=dp, tensor_parallel_group=tp)
+    return len(alone.records) + len(known.records)
+
+
+def test_nan_is_looked_for_where_all_slices_are_known() -> None:
+    assert all(simulate(searched_for_nan, 4))
 
 
 def with_a_marked_expert() -> float:
