@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 from maingrad.ddp import WORLD_OF_ONE, DistributedDataParallel, load_checkpoint, muon_groups, save_checkpoint
 from maingrad.launch import make_optimizer, parallelize, simulate
+from maingrad.launch.parallelizing.experts import numbers_of_experts, share_experts
 from maingrad.te_integration import convert_linears, unconvert
 
 RANKS, STEPS = 4, 3
@@ -280,13 +281,34 @@ def test_cut_matrices_over_data_parallel_ranks_are_no_experts() -> None:
 
 
 def test_experts_of_a_model_that_is_cut_otherwise_are_refused() -> None:
-    """A norm would count the experts once for each tensor-parallel rank."""
+    """A norm would count the experts once for each tensor-parallel rank. A copy of a wrapped model is cut too."""
 
     def refused() -> None:
         mesh, model = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), tiny("mixtral")
         parallelize_module(model.model.layers[0].self_attn, mesh["tp"], {"q_proj": ColwiseParallel()})
         with pytest.raises(ValueError, match="cut over tensor-parallel ranks"):
             parallelize(model, "zero1", mesh=mesh["dp"], ep=2)
+        wrapped: Any = parallelize(model, "ddp", mesh=mesh["dp"], fuse=False)
+        with pytest.raises(ValueError, match="cut over tensor-parallel ranks"):
+            parallelize(copy.deepcopy(wrapped.module), "zero1", mesh=mesh["dp"], ep=2)
+
+    simulate(refused, 4)
+
+
+def test_stacks_that_are_cut_in_other_ways_are_no_experts() -> None:
+    """Along another dim; or over another group than the other experts."""
+
+    def cut(model: nn.Module, mesh: DeviceMesh, dim: int) -> nn.Module:
+        model.experts.w = nn.Parameter(distribute_tensor(model.experts.w.data, mesh, [Shard(dim)]))
+        return model
+
+    def refused() -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("same", "ep"))
+        with pytest.raises(ValueError, match=r"tensor.parallel"):
+            parallelize(cut(OwnModel(), mesh["ep"], 1), "zero1")
+        both = nn.ModuleList(cut(OwnModel(), mesh[name], 0) for name in ("same", "ep"))
+        with pytest.raises(ValueError, match="experts are cut over several groups of data-parallel ranks"):
+            parallelize(both, "zero1")
 
     simulate(refused, 4)
 
@@ -343,6 +365,38 @@ def test_tied_experts_stay_tied() -> None:
         return trained
 
     assert_same(simulate(run_tied, 2, 2), simulate(run_tied, 2, None))
+
+
+def test_layers_may_have_other_numbers_of_experts() -> None:
+    def loss(ep: int | None) -> float:
+        model: Any = tiny("mixtral")
+        model.model.layers[1].mlp = tiny("mixtral", num_local_experts=8).model.layers[1].mlp
+        wrapped = parallelize(model, "ddp", ep=ep)
+        with torch.no_grad():
+            return float(wrapped(input_ids=tokens_of(0), labels=tokens_of(0)).loss)
+
+    assert simulate(loss, 2, 2) == pytest.approx([loss(None)] * 2, rel=1e-5)
+
+
+def test_frozen_experts_stay_frozen_and_the_others_memory_is_freed() -> None:
+    def share() -> None:
+        model: Any = tiny("mixtral")
+        experts = model.model.layers[0].mlp.experts
+        experts.down_proj.requires_grad_(False)
+        count = len(experts.down_proj)
+        share_experts(model, None, 2, {}, fuse=True)
+        assert not experts.down_proj.requires_grad and experts.gate_up_proj.requires_grad
+        assert experts.down_proj.untyped_storage().nbytes() == experts.down_proj.nbytes
+        assert len(experts.down_proj) == count // 2 == experts.num_experts
+
+    simulate(share, 2)
+
+
+def test_experts_that_can_be_shared_out_are_counted() -> None:
+    """And none of a model of which some cannot be."""
+    assert numbers_of_experts(tiny("qwen3_moe")) == numbers_of_experts(converted(tiny("qwen3_moe"))) == [8, 8]
+    assert numbers_of_experts(own_implementation(tiny("qwen3_moe"))) == []
+    assert numbers_of_experts(with_forward(tiny("qwen3_moe"))) == numbers_of_experts(nn.Linear(2, 2)) == []
 
 
 def test_one_rank_has_all_experts() -> None:
@@ -519,6 +573,9 @@ def test_a_mesh_of_two_dims_holds_no_experts() -> None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("same", "ep"))
         with pytest.raises(ValueError, match="has one dim, this one has 2"):
             parallelize(tiny("qwen3_moe"), "zero1", ep=mesh)
+
+        with pytest.raises(ValueError, match=r"ep = 4 does not divide the 2 data-parallel rank\(s\) of an instance"):
+            parallelize(tiny("qwen3_moe"), "hsdp", mesh=mesh, ep=4)
 
     simulate(refused, 4)
 
