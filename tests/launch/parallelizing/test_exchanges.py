@@ -22,8 +22,7 @@ def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def operands(kv_heads: int, heads: int = HEADS) -> list[Tensor]:
     draw = torch.Generator().manual_seed(0)
     return [
-        torch.randn(2, each, LENGTH, WIDTH, generator=draw, dtype=torch.float64)
-        for each in (heads, kv_heads, kv_heads)
+        torch.randn(2, each, LENGTH, WIDTH, generator=draw, dtype=torch.float64) for each in (heads, kv_heads, kv_heads)
     ]
 
 

@@ -183,7 +183,13 @@ def test_the_wrapper_gets_the_arguments_that_are_its_own(form: str, monkeypatch:
             super().__init__(module, **arguments)
 
     monkeypatch.setattr(module_of_parallelize, "DistributedDataParallel", Watched)
-    order = ["blocks.1.linear.bias", "blocks.1.linear.weight", "blocks.0.linear.bias", "blocks.0.linear.weight", "scale"]
+    order = [
+        "blocks.1.linear.bias",
+        "blocks.1.linear.weight",
+        "blocks.0.linear.bias",
+        "blocks.0.linear.weight",
+        "scale",
+    ]
     own = {"backward_order": order, "init_sync": False, "expert_process_group": ALONE}
     net = Net()
     net.scale.allreduce = False  # type: ignore[attr-defined]  # an expert's
