@@ -355,6 +355,27 @@ def test_modes_of_the_rank_that_arrives_last_do_not_matter(mode: Callable[[], An
     assert not [op for op in seen if any(word in op for word in ("add", "copy", "clone"))]
 
 
+def test_a_future_of_coalesced_operations_comes_when_all_have_run():
+    def run(rank: int) -> list[float]:
+        tensors = [torch.full((1,), float(rank + k)) for k in range(2)]
+        with dist.distributed_c10d._coalescing_manager(async_ops=True) as manager:
+            for tensor in tensors:
+                dist.all_reduce(tensor)
+        seen: list[float] = []
+        manager.works[-1].get_future().then(lambda _: seen.extend(float(tensor) for tensor in tensors)).wait()
+        return seen
+
+    assert on_ranks(2, run) == [[1.0, 3.0]] * 2
+
+
+def test_groups_have_descriptions_and_are_found_by_their_ranks():
+    def run(rank: int) -> tuple[str, float]:
+        group: Any = dist.new_group([0, 1], group_desc="a pair")
+        return group.group_desc, float(functional.all_reduce(torch.ones(1), "sum", [0, 1]) + 0)
+
+    assert on_ranks(2, run) == [("a pair", 2.0)] * 2
+
+
 def test_subgroups_and_mesh():
     def run(rank: int) -> tuple[Any, ...]:
         groups = [dist.new_group(ranks) for ranks in ([0, 2, 5], [1, 3], [4])]
