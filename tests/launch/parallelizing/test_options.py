@@ -9,8 +9,10 @@ import transformers
 from torch import Tensor, nn
 
 import maingrad
-from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig
+from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, Muon
 from maingrad.ddp.torch_grads.muon_groups import MuonGroups
+from maingrad.fsdp import ShardedAdamW
+from maingrad.fsdp.state.sharded_optimizer import ShardedOptimizer
 from maingrad.launch.parallelizing import parallelize as module_of_parallelize
 from maingrad.launch.parallelizing.blocks import default_units, recompute
 from maingrad.launch.parallelizing.exchanges import ulysses
@@ -254,6 +256,65 @@ def test_what_is_no_option_over_shards_is_refused():
         maingrad.make_optimizer(model, param_groups=groups, state="compact")
     with pytest.raises(TypeError, match=r"graphed takes the model that parallelize\(\)"):
         maingrad.graphed(lambda: None, Net(), maingrad.make_optimizer(model))
+
+
+@pytest.mark.parametrize(
+    ("form", "cls", "moments"),
+    [
+        ({}, torch.optim.AdamW, torch.float32),
+        ({"state": "compact"}, ShardedAdamW, torch.bfloat16),
+        ({"state": "compact", "moment_dtype": torch.uint8}, ShardedAdamW, torch.uint8),
+        ({"state": "compact", "moment_dtype": torch.float32}, ShardedAdamW, torch.float32),
+        ({"offload_state": "host"}, ShardedAdamW, torch.float32),
+    ],
+)
+def test_the_form_of_state_over_shards(form: dict[str, Any], cls: type, moments: torch.dtype):
+    """Options of the class stay beside it; and state dicts have state of whole parameters in their order."""
+    net = Net().bfloat16() if "state" in form else Net()
+    net.blocks[0].linear.bias.requires_grad_(False)
+    policy = maingrad.MixedPrecisionPolicy()
+    model = maingrad.parallelize(net, "zero3", mesh=ALONE, mixed_precision=policy)
+    optimizer = maingrad.make_optimizer(model, lr=0.1, betas=(0.8, 0.9), **form)
+    assert type(optimizer) is cls
+    (group,) = (group for group in optimizer.param_groups if group["params"])
+    assert (group["lr"], group["betas"]) == (0.1, (0.8, 0.9))
+    assert [id(param) for param in group["params"]] == [id(p) for p in model.parameters() if p.requires_grad]
+    model(torch.rand(2, 4, dtype=net.scale.dtype)).sum().backward()
+    optimizer.step()
+    (found,) = {state["exp_avg"].dtype for state in optimizer.state.values()}
+    assert found is moments
+    saved = optimizer.state_dict()["state"]
+    assert [tuple(saved[index]["exp_avg"].shape) for index in range(4)] == [(4,), (4, 4), (4, 4), (4,)]
+
+
+def test_each_group_over_shards_has_its_class():
+    def steps(sharded: bool) -> tuple[Any, list[Tensor]]:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+        groups = [{"params": "1.weight", "optimizer": torch.optim.SGD, "lr": 0.5}]
+        if sharded:
+            model = maingrad.parallelize(net, "zero3", mesh=ALONE, units=[])
+            optimizers = [maingrad.make_optimizer(model, lr=0.01, param_groups=groups)]
+        else:
+            model = net
+            first, second = net.parameters()
+            optimizers = [torch.optim.AdamW([first], lr=0.01), torch.optim.SGD([second], lr=0.5)]
+        for _ in range(2):
+            model(torch.ones(2, 4)).square().sum().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        with model.unsharded() if sharded else nullcontext():
+            return optimizers[0], [param.detach().clone() for param in model.parameters()]
+
+    (optimizer, found), (_, expected) = steps(sharded=True), steps(sharded=False)
+    torch.testing.assert_close(found, expected)
+    assert not any("optimizer" in group for group in optimizer.param_groups)
+    matrices = maingrad.parallelize(nn.Sequential(nn.Linear(4, 4, bias=False)), "zero3", mesh=ALONE)
+    with pytest.raises(ValueError, match="a group has Muon"):
+        maingrad.make_optimizer(matrices, Muon, lr=0.1, offload_state="host")
+    optimizer = maingrad.make_optimizer(matrices, Muon, lr=0.1)
+    assert isinstance(optimizer, ShardedOptimizer)
 
 
 @pytest.mark.parametrize("form", ["zero1", "zero3"])
