@@ -376,6 +376,21 @@ def test_groups_have_descriptions_and_are_found_by_their_ranks():
     assert on_ranks(2, run) == [("a pair", 2.0)] * 2
 
 
+def test_two_groups_of_the_same_ranks_are_apart():
+    """Their collectives may come in another order on each rank."""
+
+    def run(rank: int) -> list[float]:
+        groups = [dist.new_group([0, 1]) for _ in range(2)]
+        tensors = [torch.full((size,), float(rank + size)) for size in (1, 2)]
+        order = (0, 1) if rank == 0 else (1, 0)
+        works = [dist.all_reduce(tensors[at], group=groups[at], async_op=True) for at in order]
+        for work in works:
+            work.wait()
+        return [float(tensor[0]) for tensor in tensors]
+
+    assert on_ranks(2, run) == [[3.0, 5.0]] * 2
+
+
 def test_subgroups_and_mesh():
     def run(rank: int) -> tuple[Any, ...]:
         groups = [dist.new_group(ranks) for ranks in ([0, 2, 5], [1, 3], [4])]

@@ -78,6 +78,16 @@ def test_mismatched_transfers_and_splits():
     ):
         simulate(transfer, 2)
 
+    def dtypes() -> None:
+        if dist.get_rank() == 0:
+            dist.send(torch.ones(3), 1)
+        else:
+            dist.recv(torch.ones(3).int(), 0)
+
+    with pytest.raises(SimulatedRankError, match=r"launched send .* float32\[3\], but rank 1 .* int32\[3\]") as caught:
+        simulate(dtypes, 2)
+    assert isinstance(caught.value.__cause__, CollectiveMismatchError)
+
     def splits() -> None:
         dist.all_to_all_single(torch.empty(4), torch.ones(4), [1, 3], [1, 3])
 
