@@ -1,7 +1,6 @@
 """``parallelize(..., ep=)``: ranks with a part of the experts train the model that ranks with all experts train."""
 
 import copy
-import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache
@@ -566,26 +565,3 @@ def test_what_is_refused(make: Callable[[], nn.Module], options: dict[str, Any],
         return all(each is before[name] for name, each in model.named_parameters())
 
     assert all(simulate(refused, 4))
-
-
-def test_a_mesh_of_two_dims_holds_no_experts() -> None:
-    def refused() -> None:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("same", "ep"))
-        with pytest.raises(ValueError, match="has one dim, this one has 2"):
-            parallelize(tiny("qwen3_moe"), "zero1", ep=mesh)
-
-        with pytest.raises(ValueError, match=r"ep = 4 does not divide the 2 data-parallel rank\(s\) of an instance"):
-            parallelize(tiny("qwen3_moe"), "hsdp", mesh=mesh, ep=4)
-
-    simulate(refused, 4)
-
-
-def test_experts_over_other_ranks_than_those_of_the_batches_are_refused() -> None:
-    def refused() -> None:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("other", "data"))
-        everyone = init_device_mesh("cpu", (4,))
-        others = [2, 3] if dist.get_rank() < 2 else [0, 1]
-        with pytest.raises(ValueError, match=re.escape(f"ep has ranks {others}, which are not among")):
-            parallelize(tiny("qwen3_moe"), "zero1", mesh=mesh["data"], ep=everyone)
-
-    simulate(refused, 4)
