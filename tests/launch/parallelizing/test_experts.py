@@ -391,6 +391,19 @@ def test_frozen_experts_stay_frozen_and_the_others_memory_is_freed() -> None:
     simulate(share, 2)
 
 
+def test_experts_that_are_named_as_units_are_units_once() -> None:
+    def share() -> list[str]:
+        model: Any = tiny("mixtral")
+        layers = list(model.model.layers)
+        experts = [layer.mlp.experts for layer in layers]
+        parallelize(model, "zero3", ep=2, units=[*experts, *layers])
+        return [unit.name for unit in model.units]
+
+    layers = ["model.layers.0", "model.layers.1"]
+    for found in simulate(share, 2):
+        assert sorted(found) == sorted(["", *layers, *(f"{layer}.mlp.experts" for layer in layers)])
+
+
 def test_experts_that_can_be_shared_out_are_counted() -> None:
     """And none of a model of which some cannot be."""
     assert numbers_of_experts(tiny("qwen3_moe")) == numbers_of_experts(converted(tiny("qwen3_moe"))) == [8, 8]

@@ -223,6 +223,10 @@ def test_a_fused_loss_needs_a_head_that_is_fused():
         maingrad.parallelize(Net(), "ddp", mesh=ALONE, fused_loss=True, fuse=False)
     with pytest.raises(ValueError, match="fused_loss has no effect: Net has no language model of Hugging Face"):
         maingrad.parallelize(Net(), "ddp", mesh=ALONE, fused_loss="recompute")
+    own = llama()
+    own.forward = own.forward
+    with pytest.raises(ValueError, match=r"fused_loss has no effect: .*forward"):
+        maingrad.parallelize(own, "ddp", mesh=ALONE, fused_loss=True)
     tokens = torch.arange(12).view(2, 6)
     losses = []
     for fused_loss in (False, True):
