@@ -17,9 +17,10 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from maingrad.ddp import WORLD_OF_ONE, DistributedDataParallel, load_checkpoint, muon_groups, save_checkpoint
+from maingrad.ddp.plan.owned_params import find_owned_params
 from maingrad.launch import make_optimizer, parallelize, simulate
-from maingrad.launch.parallelizing.experts import numbers_of_experts, share_experts
-from maingrad.te_integration import convert_linears, unconvert
+from maingrad.launch.parallelizing.experts import keep_own, numbers_of_experts, share_experts
+from maingrad.te_integration import GroupedMLP, convert_linears, unconvert
 
 RANKS, STEPS = 4, 3
 CAPACITY = {"transport": "capacity", "capacity": 40}
@@ -295,7 +296,7 @@ def test_experts_of_a_model_that_is_cut_otherwise_are_refused() -> None:
 
 
 def test_stacks_that_are_cut_in_other_ways_are_no_experts() -> None:
-    """Along another dim; or over another group than the other experts."""
+    """Along another dim; over ranks with the same batches, or one rank; or over another group than the others."""
 
     def cut(model: nn.Module, mesh: DeviceMesh, dim: int) -> nn.Module:
         model.experts.w = nn.Parameter(distribute_tensor(model.experts.w.data, mesh, [Shard(dim)]))
@@ -305,6 +306,9 @@ def test_stacks_that_are_cut_in_other_ways_are_no_experts() -> None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("same", "ep"))
         with pytest.raises(ValueError, match=r"tensor.parallel"):
             parallelize(cut(OwnModel(), mesh["ep"], 1), "zero1")
+        one = init_device_mesh("cpu", (4, 1), mesh_dim_names=("dp", "one"))["one"]
+        for over, ranks in ((mesh["ep"], mesh["same"]), (one, None)):
+            assert share_experts(cut(OwnModel(), over, 0), ranks, None, {}, fuse=True) is None
         both = nn.ModuleList(cut(OwnModel(), mesh[name], 0) for name in ("same", "ep"))
         with pytest.raises(ValueError, match="experts are cut over several groups of data-parallel ranks"):
             parallelize(both, "zero1")
@@ -413,8 +417,20 @@ def test_experts_that_can_be_shared_out_are_counted() -> None:
 
 def test_one_rank_has_all_experts() -> None:
     """A program whose ``ep`` is a number runs on one process as well, which has no groups."""
-    model: Any = parallelize(tiny("mixtral"), "ddp", ep=1, dispatch={"transport": "symmetric"})
-    model(input_ids=tokens_of(0), labels=tokens_of(0)).loss.backward()
+
+    def run_alone() -> None:
+        model: Any = parallelize(tiny("mixtral"), "ddp", ep=1, dispatch={"transport": "symmetric"})
+        model(input_ids=tokens_of(0), labels=tokens_of(0)).loss.backward()
+
+    run_alone()
+    simulate(run_alone, 2)
+
+
+def test_a_part_of_delayed_experts_is_delayed() -> None:
+    experts = GroupedMLP(4, 8, 16, bias=False, single_grouped_weight=True, delay_wgrad_compute=True)
+    keep_own(experts, experts.weight_names, 0, 2, None)
+    found = find_owned_params(experts)
+    assert len(found) == 2 and all(each.delayed and len(each.param) == 2 for each in found)
 
 
 # ---- Checkpoints and state dicts. ----
