@@ -291,6 +291,18 @@ def test_the_form_of_state_over_shards(form: dict[str, Any], cls: type, moments:
     assert [tuple(saved[index]["exp_avg"].shape) for index in range(4)] == [(4,), (4, 4), (4, 4), (4,)]
 
 
+def test_state_dicts_of_optimizers_over_shards_are_of_whole_parameters():
+    def shapes() -> list[tuple[int, ...]]:
+        model = maingrad.parallelize(Net(), "zero3")
+        optimizer = maingrad.make_optimizer(model, lr=0.1)
+        model(torch.rand(2, 4)).sum().backward()
+        optimizer.step()
+        saved = optimizer.state_dict()["state"]
+        return [tuple(saved[index]["exp_avg"].shape) for index in range(5)]
+
+    assert maingrad.simulate(shapes, 2) == [[(4,), (4, 4), (4,), (4, 4), (4,)]] * 2
+
+
 def test_each_group_over_shards_has_its_class():
     def steps(sharded: bool) -> tuple[Any, list[Tensor]]:
         torch.manual_seed(0)
@@ -369,6 +381,8 @@ def test_a_step_that_cannot_be_captured_stays_eager_and_says_why(form: str):
     graphed = maingrad.graphed(lambda x: model(x), model, optimizer, record_on_cpu=True)
     assert graphed.why_eager is not None and "optimizer" in graphed.why_eager
     assert graphed(torch.ones(2, 4)).shape == (2, 4)
+    stock = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    assert maingrad.graphed(lambda x: model(x), model, stock, record_on_cpu=True).why_eager is not None
 
 
 def test_a_rank_alone_exchanges_nothing():
