@@ -149,6 +149,12 @@ def test_a_resumption_that_a_run_would_refuse_is_refused(tmp_path: Path):
     assert dry_run(tiny_config(tmp_path, train=again), 2).resumes_from is not None
     with pytest.raises(ConfigError, match=r"model\.dim = 64: the run in '.*' had 32"):
         dry_run(tiny_config(tmp_path, train=again, model={"dim": 64}), 2)
+    masked = {
+        "data": {"documents": "mask"},
+        "train": {"steps": 3, "save_every": 3, "out_dir": str(tmp_path / "masked")},
+    }
+    train(tiny_config(tmp_path, **masked))
+    assert dry_run(tiny_config(tmp_path, **masked | {"train": masked["train"] | again}), 2).resumes_from is not None
     text = tmp_path / "text.py"
     text.write_text(text.read_text().replace("x", "y", 1))
     with pytest.raises(ConfigError, match="the training data had other tokens"):

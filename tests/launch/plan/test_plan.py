@@ -208,11 +208,14 @@ def test_plan_of_released_gradients(tmp_path: Path) -> None:
 
 def test_matrices_of_muon_have_fp32_masters_beside_compact_state(tmp_path: Path) -> None:
     optimizer = {"name": "muon", "state": "compact", "moment_dtype": "uint8"}
-    plan = plan_run(tiny_config(tmp_path, model={"param_dtype": "bfloat16"}, optimizer=optimizer), 2)
+    plan = plan_run(tiny_config(tmp_path, model={"param_dtype": "bfloat16"}, optimizer=optimizer), 3)
     assert {bucket.layout.keeps_matrices_whole for bucket in plan.buckets} == {True, False}
     for bucket in plan.buckets:
         assert bucket.compact is (None if bucket.layout.keeps_matrices_whole else torch.uint8)
         assert (bucket.master_nbytes == bucket.shard_nbytes) is bucket.layout.keeps_matrices_whole
+    whole = [bucket for bucket in plan.buckets if bucket.layout.keeps_matrices_whole]
+    numel = sum(slot.spec.numel for bucket in whole for slot in bucket.layout.slots)
+    assert sum(sum(bucket.held_numels) for bucket in whole) == numel < sum(bucket.layout.numel for bucket in whole)
 
 
 @pytest.mark.in_turn
