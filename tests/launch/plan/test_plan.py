@@ -208,7 +208,8 @@ def test_plan_of_released_gradients(tmp_path: Path) -> None:
 
 def test_matrices_of_muon_have_fp32_masters_beside_compact_state(tmp_path: Path) -> None:
     optimizer = {"name": "muon", "state": "compact", "moment_dtype": "uint8"}
-    plan = plan_run(tiny_config(tmp_path, model={"param_dtype": "bfloat16"}, optimizer=optimizer), 3)
+    batch = {"global_batch_size": 8}
+    plan = plan_run(tiny_config(tmp_path, model={"param_dtype": "bfloat16"}, optimizer=optimizer, train=batch), 4)
     assert {bucket.layout.keeps_matrices_whole for bucket in plan.buckets} == {True, False}
     for bucket in plan.buckets:
         assert bucket.compact is (None if bucket.layout.keeps_matrices_whole else torch.uint8)
