@@ -431,6 +431,7 @@ def test_a_part_of_delayed_experts_is_delayed() -> None:
     keep_own(experts, experts.weight_names, 0, 2, None)
     found = find_owned_params(experts)
     assert len(found) == 2 and all(each.delayed and len(each.param) == 2 for each in found)
+    assert all(each.param.skip_backward_post_hook for each in found), "as Transformer Engine marks them"
 
 
 # ---- Checkpoints and state dicts. ----

@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import maingrad
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, Muon
@@ -292,8 +293,12 @@ def test_the_form_of_state_over_shards(form: dict[str, Any], cls: type, moments:
 
 
 def test_state_dicts_of_optimizers_over_shards_are_of_whole_parameters():
+    """From the first on: Adagrad has state before it steps."""
+
     def shapes() -> list[tuple[int, ...]]:
         model = maingrad.parallelize(Net(), "zero3")
+        before = maingrad.make_optimizer(model, torch.optim.Adagrad, lr=0.1).state_dict()["state"]
+        assert all(isinstance(before[index]["sum"], DTensor) for index in range(5))
         optimizer = maingrad.make_optimizer(model, lr=0.1)
         model(torch.rand(2, 4)).sum().backward()
         optimizer.step()
