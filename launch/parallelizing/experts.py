@@ -219,7 +219,7 @@ def _check_not_cut_otherwise(model: nn.Module, ranks: Ranks) -> None:
     dtensors: Iterable[Any] = filter(is_one_slice, model.parameters())
     layouts = (layout for module in model.modules() for layout in _layouts(module).values())
     for mesh in (each.device_mesh if is_one_slice(each) else each.mesh for each in (*dtensors, *layouts)):
-        if mesh.size() > 1 and not here.issuperset(mesh.mesh.tolist()):
+        if not here.issuperset(mesh.mesh.tolist()):
             raise ValueError(
                 f"experts are not shared out in a model that is cut over tensor-parallel ranks ({mesh.mesh.tolist()}), "
                 f"which have the same tokens: cut the rest over no ranks, or all of it by transformers' plans"

@@ -73,7 +73,7 @@ def graphed(
     if device.type != "cuda" and not record_on_cpu:
         return AutoStep(train_step, None, model, grid, device)
     try:
-        graphs = kind(train_step, model, optimizer, num_warmup_steps=1, max_graphs=max_graphs)
+        graphs = kind(train_step, model, optimizer, max_graphs=max_graphs)
     except (TypeError, ValueError) as error:
         step = AutoStep(train_step, None, model, grid, device)
         step.stop(str(error))

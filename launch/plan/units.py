@@ -93,7 +93,7 @@ def _buckets(config: Config, model: LanguageModel, muon: MuonGroups, ranks: int)
             outer_size=outer_size,
             columns=config.mesh.tp if layout.grid_name == "dense" and row.inner.scatters else 1,
             wire_dtype=wrapper.grad_reduce_wire_dtype,
-            releases_grads=wrapper.release_grads and inner_size > 1,
+            releases_grads=wrapper.release_grads,
             compact=None if muon.groups and layout.keeps_matrices_whole else config.optimizer.compact_moments,
             states=states,
         )

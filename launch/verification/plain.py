@@ -82,7 +82,8 @@ def on_ranks(fn: Callable[[], T], ranks: int) -> list[T]:
     try:
         return simulate(fn, ranks)
     except SimulatedRankError as error:
-        raise (error.__cause__ or error) from None
+        raised = error.__cause__ or error
+    raise raised  # outside of the handler: the error keeps its own cause and context
 
 
 def run_one(program: Program, model: nn.Module, batch: Any, draw: int = 0, *, shares: int = 1) -> Plain:

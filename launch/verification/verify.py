@@ -114,7 +114,7 @@ def verify(
     except Exception as error:
         # From the program's first frame on; all frames where the library itself has raised.
         trace = frames_outside(error, "maingrad.", "torch.") or error.__traceback__
-        raise error.with_traceback(trace) from error.__cause__
+        raise error.with_traceback(trace)  # noqa: B904  # its own cause and context stay
     finally:
         state.restore()
     return found.accepting(accept)

@@ -16,9 +16,12 @@ from python_processes import python_process, run_python
 from safetensors.torch import load_file
 from tiny_run import tiny_toml
 
+from maingrad.ddp import CollectiveError, save_checkpoint
 from maingrad.launch.cli import main
 from maingrad.launch.config.file import load_config
+from maingrad.launch.data.indexed import read_indexed
 from maingrad.launch.model.gpt import build_model
+from maingrad.launch.simulation.simulate import SimulatedRankError
 from maingrad.launch.training.metrics import read_metrics
 from maingrad.launch.training.signals import stop_on_signals
 
@@ -174,6 +177,52 @@ def test_a_checkpoint_of_a_run_becomes_a_file_of_weights(tmp_path: Path, capsys:
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "x.safetensors")]) == 2
     assert str(tmp_path / "run") in capsys.readouterr().err
     assert main(["export", str(checkpoint), str(tmp_path / "x.safetensors"), "--train.steps", "3"]) == 2
+
+
+@pytest.mark.parametrize("simulated", [False, True])
+def test_a_rank_that_is_left_alone_says_so_in_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], simulated: bool
+):
+    """It is no mistake of the configuration, which has status 2. An error of the program keeps its traceback."""
+
+    def fail(*_: Any, **__: Any) -> Any:
+        if simulated:
+            raise SimulatedRankError(1, error) from error
+        raise error
+
+    monkeypatch.setattr("maingrad.launch.training.train.train", fail)
+    monkeypatch.setattr("maingrad.launch.simulation.simulate.simulate", fail)
+    toml = str(tiny_toml(tmp_path))
+    command = ["simulate", toml, "--ranks", "2"] if simulated else ["train", toml]
+    error: Exception = CollectiveError("rank 1 is gone")
+    assert main(command) == 1
+    assert capsys.readouterr().err == "maingrad: error: rank 1 is gone\n"
+    error = KeyError("of the loop")
+    with pytest.raises(SimulatedRankError if simulated else KeyError):
+        main(command)
+
+
+def test_what_an_export_refuses_is_answered_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    save_checkpoint(tmp_path / "c", torch.nn.Linear(2, 2))
+    assert main(["export", str(tmp_path / "c"), str(tmp_path / "c/rank-00000.safetensors")]) == 2
+    assert "is a file of a checkpoint: write to another" in capsys.readouterr().err
+
+
+def test_the_text_of_a_line_may_have_another_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "a.jsonl").write_text('{"content": "one", "text": "not this"}\n')
+    prefix, file = str(tmp_path / "set"), str(tmp_path / "a.jsonl")
+    assert main(["tokenize", prefix, file, "--key", "content"]) == 0
+    assert bytes(read_indexed(tmp_path / "set").tokens[:].tolist()) == b"one"
+    for suffix in (".bin", ".idx"):
+        capsys.readouterr()
+        assert main(["tokenize", prefix + suffix, file]) == 2
+        assert f"set{suffix}' is to be a prefix" in capsys.readouterr().err
+
+
+def test_tuning_without_triton_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setattr("maingrad.kernels.compat.HAS_TRITON", False)
+    assert main(["tune"]) == 2
+    assert "Triton is not installed" in capsys.readouterr().err
 
 
 def test_plan_prints_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, load_model
 from torch import Tensor, nn
 
-from maingrad.ddp import load_checkpoint, save_checkpoint
+from maingrad.ddp import WORLD_OF_ONE, DistributedDataParallel, load_checkpoint, save_checkpoint
 from maingrad.launch import safetensors_io, simulate
 from maingrad.launch.safetensors_io import export_safetensors
 
@@ -149,6 +149,18 @@ def test_an_expanded_buffer_is_as_large_in_files_as_it_is_and_takes_none(tmp_pat
     model.table = torch.zeros(26, 100)
     load_checkpoint(tmp_path / "c", model)
     assert torch.equal(model.table, torch.arange(26.0).view(26, 1).expand(26, 100))
+
+
+def test_ranks_with_other_experts_have_no_one_model(tmp_path: Path) -> None:
+    def save() -> None:
+        model = nn.Linear(3, 2)
+        model.weight.allreduce = False  # type: ignore[attr-defined]
+        save_checkpoint(tmp_path / "c", DistributedDataParallel(model, expert_process_group=WORLD_OF_ONE))
+
+    simulate(save, 2)
+    with pytest.raises(ValueError, match="ranks have 2 different sets of experts: there is no one model"):
+        export_safetensors(tmp_path / "c", tmp_path / "x")
+    assert not (tmp_path / "x").exists()
 
 
 def test_a_missing_checkpoint_is_named(tmp_path: Path) -> None:

@@ -19,18 +19,19 @@ def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
 
 
-def operands(kv_heads: int) -> list[Tensor]:
+def operands(kv_heads: int, heads: int = HEADS) -> list[Tensor]:
     draw = torch.Generator().manual_seed(0)
     return [
-        torch.randn(2, heads, LENGTH, WIDTH, generator=draw, dtype=torch.float64)
-        for heads in (HEADS, kv_heads, kv_heads)
+        torch.randn(2, each, LENGTH, WIDTH, generator=draw, dtype=torch.float64) for each in (heads, kv_heads, kv_heads)
     ]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
-@pytest.mark.parametrize("kv_heads", [8, 4, 2, 1])
-def test_ulysses_is_attention_over_whole_sequences(ranks: int, kv_heads: int):
-    whole = [x.requires_grad_() for x in operands(kv_heads)]
+@pytest.mark.parametrize(
+    ("ranks", "kv_heads", "heads"),
+    [(ranks, kv_heads, HEADS) for ranks in (1, 2, 4, 8) for kv_heads in (8, 4, 2, 1)] + [(4, 6, 12), (2, 3, 6)],
+)
+def test_ulysses_is_attention_over_whole_sequences(ranks: int, kv_heads: int, heads: int):
+    whole = [x.requires_grad_() for x in operands(kv_heads, heads)]
     expected = causal(*whole)
     weight = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     (expected * weight).sum().backward()

@@ -1,7 +1,6 @@
 """``parallelize(..., ep=)``: ranks with a part of the experts train the model that ranks with all experts train."""
 
 import copy
-import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache
@@ -18,8 +17,10 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from maingrad.ddp import WORLD_OF_ONE, DistributedDataParallel, load_checkpoint, muon_groups, save_checkpoint
+from maingrad.ddp.plan.owned_params import find_owned_params
 from maingrad.launch import make_optimizer, parallelize, simulate
-from maingrad.te_integration import convert_linears, unconvert
+from maingrad.launch.parallelizing.experts import keep_own, numbers_of_experts, share_experts
+from maingrad.te_integration import GroupedMLP, convert_linears, unconvert
 
 RANKS, STEPS = 4, 3
 CAPACITY = {"transport": "capacity", "capacity": 40}
@@ -280,13 +281,37 @@ def test_cut_matrices_over_data_parallel_ranks_are_no_experts() -> None:
 
 
 def test_experts_of_a_model_that_is_cut_otherwise_are_refused() -> None:
-    """A norm would count the experts once for each tensor-parallel rank."""
+    """A norm would count the experts once for each tensor-parallel rank. A copy of a wrapped model is cut too."""
 
     def refused() -> None:
         mesh, model = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), tiny("mixtral")
         parallelize_module(model.model.layers[0].self_attn, mesh["tp"], {"q_proj": ColwiseParallel()})
         with pytest.raises(ValueError, match="cut over tensor-parallel ranks"):
             parallelize(model, "zero1", mesh=mesh["dp"], ep=2)
+        wrapped: Any = parallelize(model, "ddp", mesh=mesh["dp"], fuse=False)
+        with pytest.raises(ValueError, match="cut over tensor-parallel ranks"):
+            parallelize(copy.deepcopy(wrapped.module), "zero1", mesh=mesh["dp"], ep=2)
+
+    simulate(refused, 4)
+
+
+def test_stacks_that_are_cut_in_other_ways_are_no_experts() -> None:
+    """Along another dim; over ranks with the same batches, or one rank; or over another group than the others."""
+
+    def cut(model: nn.Module, mesh: DeviceMesh, dim: int) -> nn.Module:
+        model.experts.w = nn.Parameter(distribute_tensor(model.experts.w.data, mesh, [Shard(dim)]))
+        return model
+
+    def refused() -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("same", "ep"))
+        with pytest.raises(ValueError, match=r"tensor.parallel"):
+            parallelize(cut(OwnModel(), mesh["ep"], 1), "zero1")
+        one = init_device_mesh("cpu", (4, 1), mesh_dim_names=("dp", "one"))["one"]
+        for over, ranks in ((mesh["ep"], mesh["same"]), (one, None)):
+            assert share_experts(cut(OwnModel(), over, 0), ranks, None, {}, fuse=True) is None
+        both = nn.ModuleList(cut(OwnModel(), mesh[name], 0) for name in ("same", "ep"))
+        with pytest.raises(ValueError, match="experts are cut over several groups of data-parallel ranks"):
+            parallelize(both, "zero1")
 
     simulate(refused, 4)
 
@@ -345,10 +370,68 @@ def test_tied_experts_stay_tied() -> None:
     assert_same(simulate(run_tied, 2, 2), simulate(run_tied, 2, None))
 
 
+def test_layers_may_have_other_numbers_of_experts() -> None:
+    def loss(ep: int | None) -> float:
+        model: Any = tiny("mixtral")
+        model.model.layers[1].mlp = tiny("mixtral", num_local_experts=8).model.layers[1].mlp
+        wrapped = parallelize(model, "ddp", ep=ep)
+        with torch.no_grad():
+            return float(wrapped(input_ids=tokens_of(0), labels=tokens_of(0)).loss)
+
+    assert simulate(loss, 2, 2) == pytest.approx([loss(None)] * 2, rel=1e-5)
+
+
+def test_frozen_experts_stay_frozen_and_the_others_memory_is_freed() -> None:
+    def share() -> None:
+        model: Any = tiny("mixtral")
+        experts = model.model.layers[0].mlp.experts
+        experts.down_proj.requires_grad_(False)
+        count = len(experts.down_proj)
+        share_experts(model, None, 2, {}, fuse=True)
+        assert not experts.down_proj.requires_grad and experts.gate_up_proj.requires_grad
+        assert experts.down_proj.untyped_storage().nbytes() == experts.down_proj.nbytes
+        assert len(experts.down_proj) == count // 2 == experts.num_experts
+
+    simulate(share, 2)
+
+
+def test_experts_that_are_named_as_units_are_units_once() -> None:
+    def share() -> list[str]:
+        model: Any = tiny("mixtral")
+        layers = list(model.model.layers)
+        experts = [layer.mlp.experts for layer in layers]
+        parallelize(model, "zero3", ep=2, units=[*experts, *layers])
+        return [unit.name for unit in model.units]
+
+    layers = ["model.layers.0", "model.layers.1"]
+    for found in simulate(share, 2):
+        assert sorted(found) == sorted(["", *layers, *(f"{layer}.mlp.experts" for layer in layers)])
+
+
+def test_experts_that_can_be_shared_out_are_counted() -> None:
+    """And none of a model of which some cannot be."""
+    assert numbers_of_experts(tiny("qwen3_moe")) == numbers_of_experts(converted(tiny("qwen3_moe"))) == [8, 8]
+    assert numbers_of_experts(own_implementation(tiny("qwen3_moe"))) == []
+    assert numbers_of_experts(with_forward(tiny("qwen3_moe"))) == numbers_of_experts(nn.Linear(2, 2)) == []
+
+
 def test_one_rank_has_all_experts() -> None:
     """A program whose ``ep`` is a number runs on one process as well, which has no groups."""
-    model: Any = parallelize(tiny("mixtral"), "ddp", ep=1, dispatch={"transport": "symmetric"})
-    model(input_ids=tokens_of(0), labels=tokens_of(0)).loss.backward()
+
+    def run_alone() -> None:
+        model: Any = parallelize(tiny("mixtral"), "ddp", ep=1, dispatch={"transport": "symmetric"})
+        model(input_ids=tokens_of(0), labels=tokens_of(0)).loss.backward()
+
+    run_alone()
+    simulate(run_alone, 2)
+
+
+def test_a_part_of_delayed_experts_is_delayed() -> None:
+    experts = GroupedMLP(4, 8, 16, bias=False, single_grouped_weight=True, delay_wgrad_compute=True)
+    keep_own(experts, experts.weight_names, 0, 2, None)
+    found = find_owned_params(experts)
+    assert len(found) == 2 and all(each.delayed and len(each.param) == 2 for each in found)
+    assert all(each.param.skip_backward_post_hook for each in found), "as Transformer Engine marks them"
 
 
 # ---- Checkpoints and state dicts. ----
@@ -512,23 +595,3 @@ def test_what_is_refused(make: Callable[[], nn.Module], options: dict[str, Any],
         return all(each is before[name] for name, each in model.named_parameters())
 
     assert all(simulate(refused, 4))
-
-
-def test_a_mesh_of_two_dims_holds_no_experts() -> None:
-    def refused() -> None:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("same", "ep"))
-        with pytest.raises(ValueError, match="has one dim, this one has 2"):
-            parallelize(tiny("qwen3_moe"), "zero1", ep=mesh)
-
-    simulate(refused, 4)
-
-
-def test_experts_over_other_ranks_than_those_of_the_batches_are_refused() -> None:
-    def refused() -> None:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("other", "data"))
-        everyone = init_device_mesh("cpu", (4,))
-        others = [2, 3] if dist.get_rank() < 2 else [0, 1]
-        with pytest.raises(ValueError, match=re.escape(f"ep has ranks {others}, which are not among")):
-            parallelize(tiny("qwen3_moe"), "zero1", mesh=mesh["data"], ep=everyone)
-
-    simulate(refused, 4)

@@ -288,6 +288,10 @@ def test_parts_in_half_precision_need_a_name_for_the_dtype() -> None:
     net.head.bfloat16()
     with pytest.raises(ValueError, match=r"parameters have dtypes torch.bfloat16, torch.float32.*say param_dtype"):
         maingrad.parallelize(net, "zero3", mesh=maingrad.WORLD_OF_ONE)
+    net = make_net().bfloat16()
+    net.head.float().requires_grad_(False)
+    with pytest.raises(ValueError, match="and trained ones in half precision would have no fp32 masters"):
+        maingrad.parallelize(net, "zero3", mesh=maingrad.WORLD_OF_ONE)
 
 
 # ---- Units. ----

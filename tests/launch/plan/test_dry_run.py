@@ -38,6 +38,32 @@ def test_a_checkpoint_has_so_many_bytes(parallel: str, optimizer: dict[str, Any]
     assert planned.plan.rank_bytes.moments > 0 or optimizer.get("momentum") == 0.0
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("optimizer", "states"), [("adamw", 2), ("lion", 1), ("muon", None)])
+def test_bytes_of_a_checkpoint_by_hand(tmp_path: Path, optimizer: str, states: int | None, dtype: str):
+    """Each element with its fp32 state, and with a master where it is in half precision itself."""
+    config = tiny_config(tmp_path, optimizer={"name": optimizer}, model={"param_dtype": dtype})
+    planned = dry_run(config, 2)
+    count = planned.plan.parameters.total
+    with_master = 2 + 4 if dtype == "bfloat16" else 4
+    if states is None:  # one of each matrix in the blocks, two of what AdamW updates
+        matrices = 2 * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 64 * 32)
+        assert planned.checkpoint_bytes == with_master * count + 4 * (2 * count - matrices)
+    else:
+        assert planned.checkpoint_bytes == (with_master + 4 * states) * count
+
+
+def test_a_package_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"logging\.tensorboard = True: needs the package tensorboard"):
+        dry_run(tiny_config(tmp_path, logging={"tensorboard": True}), 2)
+
+
+def test_one_rank_is_planned_where_no_number_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["train", str(tiny_toml(tmp_path)), "--dry-run"]) == 0
+    assert "the run: 6 steps on 1 rank(s)" in capsys.readouterr().out
+
+
 def test_it_prints_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     path = tiny_toml(tmp_path, train={"save_every": 2}, checkpoint={"keep_last": 1})
     assert main(["train", str(path), "--dry-run", "--ranks", "12", "--checkpoint.no-background"]) == 0
@@ -123,6 +149,12 @@ def test_a_resumption_that_a_run_would_refuse_is_refused(tmp_path: Path):
     assert dry_run(tiny_config(tmp_path, train=again), 2).resumes_from is not None
     with pytest.raises(ConfigError, match=r"model\.dim = 64: the run in '.*' had 32"):
         dry_run(tiny_config(tmp_path, train=again, model={"dim": 64}), 2)
+    masked = {
+        "data": {"documents": "mask"},
+        "train": {"steps": 3, "save_every": 3, "out_dir": str(tmp_path / "masked")},
+    }
+    train(tiny_config(tmp_path, **masked))
+    assert dry_run(tiny_config(tmp_path, **masked | {"train": masked["train"] | again}), 2).resumes_from is not None
     text = tmp_path / "text.py"
     text.write_text(text.read_text().replace("x", "y", 1))
     with pytest.raises(ConfigError, match="the training data had other tokens"):

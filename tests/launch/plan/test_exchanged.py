@@ -112,6 +112,43 @@ def test_what_ranks_of_a_sample_send_is_planned(
     assert {what: (len(nbytes), sum(nbytes)) for what, nbytes in sent.items()} == planned
 
 
+@pytest.mark.parametrize("mesh", [{"tp": 2}, {"cp": 2}, {"cp": 2, "cp_attention": "ring"}, {"ep": 2}])
+def test_bytes_are_those_of_the_models_dtype(tmp_path: Path, mesh: dict[str, int]):
+    """But for what is fp32 in any case: numbers of the loss, gradients in a ring, probabilities of experts."""
+    experts = {"num_experts": 4, "top_k": 2, "expert_ffn_dim": 8} if "ep" in mesh else {}
+
+    def planned(dtype: str) -> Any:
+        model = {"num_kv_heads": 4, "param_dtype": dtype, **experts}
+        (found,) = exchanges_of(tiny_config(tmp_path, mesh=mesh, model=model), 4)
+        return found
+
+    single, half = planned("float32"), planned("bfloat16")
+    assert (single.calls, single.ranks) == (half.calls, half.ranks)
+    rows, layers, microbatches = (24 // 4 if mesh.get("ep") else 24 // 2) // 2 * 24, 2, 2
+    in_fp32 = {
+        "tp": microbatches * rows * 2 * 3 * 4 // 2,
+        "cp": microbatches * layers * 2 * rows // 2 * 32 * 2 * 4 if "cp_attention" in mesh else 0,
+        "ep": microbatches * layers * 2 * 2 * rows * 4 // 2,
+    }[next(iter(mesh))]
+    assert single.nbytes - in_fp32 == 2 * (half.nbytes - in_fp32)
+
+
+def test_products_gather_again_in_eager_code_that_writes_weight_gradients_alone(tmp_path: Path):
+    """With sequence parallelism, in each of two products of each of two blocks, and in the head."""
+
+    def calls(train: dict[str, Any], **model: Any) -> int:
+        mesh = {"tp": 2, "sequence_parallel": True}
+        dtype = {"param_dtype": "bfloat16"}
+        (found,) = exchanges_of(tiny_config(tmp_path, mesh=mesh, model=dtype | model, train=train), 2)
+        return found.calls
+
+    autograd = calls({}, fuse_wgrad_accumulation=False)
+    assert calls({}) - autograd == 2 * (4 + 1)
+    assert calls({}, fuse_wgrad_accumulation=False, delay_wgrad_layers=1) - autograd == 2 * (4 + 1)
+    assert calls({}, fused_loss=True) - autograd == 2 * 4
+    assert calls({"compile": True}) - autograd == calls({"recipe": "float8_current"}) - autograd == 2
+
+
 @pytest.mark.parametrize("shared", [0, 16])
 def test_what_ranks_with_other_experts_send_is_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: int):
     """All rows of a rank are counted, whichever expert they go to."""

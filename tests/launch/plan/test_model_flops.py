@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from tiny_run import tiny_config, tiny_document
-from transformers import LlamaConfig, MixtralConfig, PretrainedConfig
+from transformers import GPT2Config, LlamaConfig, MambaConfig, MixtralConfig, PretrainedConfig
 
 from maingrad.launch.config.file import structure
 from maingrad.launch.config.run import ConfigError
@@ -56,9 +56,27 @@ def test_flops_of_a_hugging_face_model(tmp_path: Path, tied: bool) -> None:
     assert found == 6 * weights + 12 * 3 * 24 * 64
 
 
+def test_heads_are_as_wide_as_the_model_where_nothing_is_said(tmp_path: Path) -> None:
+    """Positions are a look-up as well, and GPT-2's head is its embedding. Its matrices lie the other way round."""
+    config = GPT2Config(vocab_size=96, n_positions=32, n_embd=32, n_layer=3, n_head=4)
+    weights = 3 * 12 * 32 * 32 + 96 * 32 + 32 * 32  # positions are counted: they are a weight of two dims
+    assert of_hugging_face(tmp_path, config) == 6 * weights + 12 * 3 * 24 * 32
+
+
 def test_experts_of_hugging_face_are_not_guessed(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="which weights of MixtralForCausalLM multiply a token"):
         of_hugging_face(tmp_path, MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2))
+    named = LlamaConfig(**SHAPE)
+    named.n_routed_experts = 4  # of a model that has a linear layer for each expert
+    with pytest.raises(ConfigError, match="which weights of LlamaForCausalLM multiply a token"):
+        of_hugging_face(tmp_path, named)
+
+
+def test_models_of_other_layers_are_not_guessed(tmp_path: Path) -> None:
+    """A convolution's weight has three dims."""
+    mamba = MambaConfig(vocab_size=96, hidden_size=32, num_hidden_layers=2, state_size=4)
+    with pytest.raises(ConfigError, match="which weights of MambaForCausalLM multiply a token"):
+        of_hugging_face(tmp_path, mamba)
 
 
 def test_a_folder_that_is_gone_is_named(tmp_path: Path) -> None:

@@ -199,9 +199,24 @@ def test_plan_of_experts_over_ranks_is_what_training_allocates(tmp_path: Path, p
 
 
 def test_plan_of_released_gradients(tmp_path: Path) -> None:
+    """One rank has nothing to reduce, and keeps them."""
     ddp = {"overlap_grad_reduce": True, "bucket_size": 4000, "release_grads": True}
-    plan = plan_run(tiny_config(tmp_path, parallel="zero1", ddp=ddp), 2)
-    assert plan.rank_bytes.gradients == sum(bucket.grad_nbytes for bucket in plan.buckets) // 2
+    for ranks in (1, 2):
+        plan = plan_run(tiny_config(tmp_path, parallel="zero1", ddp=ddp), ranks)
+        assert plan.rank_bytes.gradients == sum(bucket.grad_nbytes for bucket in plan.buckets) // ranks
+
+
+def test_matrices_of_muon_have_fp32_masters_beside_compact_state(tmp_path: Path) -> None:
+    optimizer = {"name": "muon", "state": "compact", "moment_dtype": "uint8"}
+    batch = {"global_batch_size": 8}
+    plan = plan_run(tiny_config(tmp_path, model={"param_dtype": "bfloat16"}, optimizer=optimizer, train=batch), 4)
+    assert {bucket.layout.keeps_matrices_whole for bucket in plan.buckets} == {True, False}
+    for bucket in plan.buckets:
+        assert bucket.compact is (None if bucket.layout.keeps_matrices_whole else torch.uint8)
+        assert (bucket.master_nbytes == bucket.shard_nbytes) is bucket.layout.keeps_matrices_whole
+    whole = [bucket for bucket in plan.buckets if bucket.layout.keeps_matrices_whole]
+    numel = sum(slot.spec.numel for bucket in whole for slot in bucket.layout.slots)
+    assert sum(sum(bucket.held_numels) for bucket in whole) == numel < sum(bucket.layout.numel for bucket in whole)
 
 
 @pytest.mark.in_turn
@@ -396,6 +411,24 @@ def test_buckets_of_delayed_weights_are_named_so(tmp_path: Path, parallel: str):
     delayed = [str(name).endswith(", delayed") for name in buckets.columns[1].cells]
     assert delayed == [bucket.layout.delayed for bucket in plan.buckets]
     assert {*delayed} == {True, False}
+
+
+def test_tables_say_shares_dtypes_and_ranks(tmp_path: Path):
+    optimizer = {"state": "compact", "moment_dtype": "uint8"}
+    sizes = {"param_dtype": "bfloat16", "vocab_size": 261}  # not without padding
+    plan = plan_run(tiny_config(tmp_path, model=sizes, optimizer=optimizer), 3)
+    _, buckets, _, held = plan_tables(plan)
+    padding, numel = (sum(getattr(b.layout, what) for b in plan.buckets) for what in ("padding", "numel"))
+    assert buckets.columns[3].footer == f"{padding:,} ({padding / numel:.1%})" and padding > 0
+    assert buckets.columns[1].footer == f"{plan.parameters.total:,} parameters"
+    assert list(held.columns[1].cells) == ["bfloat16", "float32", "remainders", "uint8"]
+    assert list(held.columns[2].cells) == [format_bytes(nbytes) for nbytes in plan.rank_bytes]
+    *_, held = plan_tables(plan_run(tiny_config(tmp_path), 3))
+    assert list(held.columns[1].cells) == ["float32"] * 4
+    model = {"num_experts": 4, "top_k": 2, "expert_ffn_dim": 16}
+    experts, _, _, collectives, *_ = plan_tables(plan_run(tiny_config(tmp_path, model=model, mesh={"ep": 2}), 4))
+    assert list(experts.columns[0].cells) == ["experts, 16 wide", "routers, float32", "everything else"]
+    assert str(collectives.title).endswith("; of experts, over 2 rank(s)")
 
 
 def test_tied_weights_are_counted_once(tmp_path: Path):

@@ -18,7 +18,8 @@ from maingrad.fsdp.module import root_of
 from maingrad.launch import simulate
 from maingrad.launch.config.run import Config
 from maingrad.launch.plan.plan import plan_run
-from maingrad.launch.plan.tables import plan_tables
+from maingrad.launch.plan.rank_bytes import PlacedBucket
+from maingrad.launch.plan.tables import format_bytes, plan_tables
 from maingrad.launch.training.loading import load_model
 from maingrad.launch.training.runtime import current_runtime
 from maingrad.launch.training.wrapping import Wrapped
@@ -324,6 +325,43 @@ def test_a_router_of_another_dtype_is_a_unit_of_its_own(tmp_path: Path):
     assert [unit.name for unit in same.units] == ["", "blocks.0", "blocks.1"]
 
 
+def test_experts_are_over_the_ranks_that_hold_the_same(tmp_path: Path):
+    experts = {"num_experts": 4, "top_k": 2, "expert_ffn_dim": 16}
+    for parallel, dense, expert in (("fsdp", 8, 4), ("hsdp", 4, 2)):
+        config = tiny_config(
+            tmp_path, parallel=parallel, model=experts, mesh={"ep": 2}, train={"global_batch_size": 16}
+        )
+        plan = plan_run(config, 8)
+        for unit in plan.units:
+            over = expert if unit.name.endswith(".experts") else dense
+            for bucket in unit.buckets:
+                assert (bucket.inner_size, bucket.layout.shard_degree) == (over, over), unit.name
+                assert bucket.traffic.gather == bucket.param_nbytes * (over - 1) // over
+    dense, sharing = (
+        plan_run(tiny_config(tmp_path, parallel="fsdp", model=experts, mesh={"ep": ep}), 2) for ep in (1, 2)
+    )
+    assert dense.parameters == sharing.parameters
+    sizes = [
+        sum(slot.spec.numel for unit in plan.units for b in unit.buckets for slot in b.layout.slots)
+        for plan in (dense, sharing)
+    ]
+    assert sizes[0] - sizes[1] == dense.parameters.experts // 2
+
+
+def test_layouts_follow_the_settings_of_units(tmp_path: Path):
+    def buckets(**fsdp: Any) -> list[PlacedBucket]:
+        return plan_run(tiny_config(tmp_path, parallel="fsdp", fsdp=fsdp), 4).buckets
+
+    for bucket in buckets(shard_atoms="whole"):
+        size = bucket.layout.numel // 4
+        for slot in bucket.layout.slots:
+            first, last = slot.start - bucket.layout.start, slot.end - bucket.layout.start - 1
+            assert first // size == last // size, "a border cuts it"
+    assert {bucket.wire_dtype for bucket in buckets()} == {None}
+    assert {bucket.wire_dtype for bucket in buckets(reduce_dtype="float16")} == {torch.float16}
+    assert {bucket.grad_dtype for bucket in buckets(grad_dtype="float32")} == {torch.float32}
+
+
 def test_more_is_sharded_from_kind_to_kind(tmp_path: Path):
     fsdp, hsdp, zero1 = (
         plan_run(tiny_config(tmp_path, parallel=name), 4).rank_bytes for name in ("fsdp", "hsdp", "zero1")
@@ -345,12 +383,25 @@ def test_what_is_printed(tmp_path: Path):
     assert "reduce-scatter" in text
     assert "over 2 instances" in text
     assert "gathered, at most" in text
+    placements, _, collectives, _ = plan_tables(plan)
+    assert [list(column.cells) for column in placements.columns[1:]] == [
+        [kind.value for kind in axis] for axis in plan.placements
+    ]
+    headings = {str(column.header) for column in collectives.columns}
+    assert {"reduce-scatter\nover 2 instances", "all-gather\nover 2 instances"} <= headings
     assert "host" not in text
     assert "for each bucket" not in text
     held = {"bucket_size": 4000, "reduce_every_microbatch": False}
     titles = [str(table.title) for table in plan_tables(plan_run(tiny_config(tmp_path, parallel="fsdp", fsdp=held), 2))]
     assert "3 units in the order of a forward, 6 buckets" in titles
     assert "bytes that each rank sends in a step of 2 microbatch(es); collectives are counted for each bucket" in titles
+    delays = {"model": {"delay_wgrad_layers": 1, "param_dtype": "bfloat16"}, "train": {"num_microbatches": 3}}
+    plan = plan_run(tiny_config(tmp_path, parallel="fsdp", **delays), 2)
+    *_, collectives, at_rest = plan_tables(plan)
+    peaks = format_bytes(plan.peak_params), format_bytes(plan.peak_grads)
+    assert at_rest.caption == "gathered, at most: {}; unreduced, at most: {}".format(*peaks) and peaks[0] != peaks[1]
+    reductions = next(column for column in collectives.columns if column.header == "reductions")
+    assert list(reductions.cells) == ["1, 3", "3", "1, 3"]
     offloaded = tiny_config(tmp_path, parallel="fsdp", fsdp={"offload_to_cpu": True})
     titles = [str(table.title) for table in plan_tables(plan_run(offloaded, 2))]
     assert titles[-1].endswith("masters, moments and a copy of gradient shards are in host memory")

@@ -83,6 +83,20 @@ def test_the_trace_has_each_span_at_its_time() -> None:
     assert (lanes["d"], "gathers", 15e6, 3e6) in spans
     assert (lanes["waits"], "waited", 16e6, 2e6) in spans
     assert (lanes["computation"], "synced", 0.0, 10e6) in spans
+    names = {(each["cat"], each["name"]) for each in events if each["ph"] == "X"}
+    assert names == {
+        *(("forward", "forward"), ("synced", "backward"), ("optimizer", "optimizer")),
+        *(("waited", "reduce_scatter"), ("waited", "all_gather"), ("ready", "reduce_scatter")),
+        *(("buckets", "reduce_scatter"), ("gathers", "all_gather")),
+    }
+    assert [each["args"] for each in events if each.get("cat") == "gathers"] == TIMELINE["gathers"]
+
+
+def test_clocks_that_disagree_make_no_negative_times() -> None:
+    """A bucket is ready by the host's clock, and launched by the device's."""
+    early = {**TIMELINE, "buckets": [{**TIMELINE["buckets"][0], "ready": 2.5}]}
+    (ready,) = [each for each in chrome_trace(early)["traceEvents"] if each.get("cat") == "ready"]
+    assert (ready["ts"], ready["dur"]) == (2.5e6, 0.0)
 
 
 def timeline(*collectives: tuple[float, float]) -> dict[str, Any]:
@@ -265,6 +279,13 @@ def test_the_picture_of_delayed_weight_gradients_and_of_one_rank() -> None:
     alone = timeline((3.9, 3.9))
     alone["buckets"][0]["collective"] = "none"
     assert "One rank: buckets become ready, and there is nothing to reduce" in texts(draw_step(alone))
+
+
+def test_long_names_of_buckets_are_cut() -> None:
+    spans = timeline((2.0, 3.0))
+    spans["buckets"][0]["bucket"] = f"bucket 0 ({'x' * 500})"
+    (axes,) = draw_step(spans).axes
+    assert axes.get_yticklabels()[-1].get_text() == "x" * 46
 
 
 def test_a_thousand_buckets_are_a_picture_of_finite_height() -> None:

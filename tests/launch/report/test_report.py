@@ -1,10 +1,12 @@
 """Records, the picture of the loss, and what is shown while a run trains."""
 
 import math
+from dataclasses import dataclass
 from pathlib import Path
 
 import matplotlib.text
 import pytest
+from report_pages import leave_pictures_empty
 from tiny_run import tiny_config
 
 from maingrad.launch.cli import main
@@ -12,9 +14,16 @@ from maingrad.launch.report import page
 from maingrad.launch.report.curves import draw_loss
 from maingrad.launch.report.page import print_report
 from maingrad.launch.report.run_folder import read_runs
+from maingrad.launch.report.table import write_csv
 from maingrad.launch.training.metrics import MetricsWriter, read_metrics
 from maingrad.launch.training.train import train
 from maingrad.launch.training.watching.progress import Display, Status, format_duration, format_rate
+
+
+@dataclass
+class Row:
+    a: int
+    c: float
 
 
 def test_records_are_whole_lines_at_once(tmp_path: Path):
@@ -81,6 +90,37 @@ def test_what_is_no_run_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "is not the folder of a run" in capsys.readouterr().err
     assert main(["report"]) == 2
     assert "report takes folders of runs; got none" in capsys.readouterr().err
+
+
+def test_the_page_lies_where_it_is_to_lie(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of one run beside it, that of several in a folder of its own; each run's pictures are drawn."""
+    leave_pictures_empty(monkeypatch)
+    runs = []
+    for name in "ab":
+        writer = MetricsWriter(tmp_path / name / "metrics.jsonl")
+        writer.write("step", step=1, loss=5.0)
+        writer.close()
+        runs.append(str(tmp_path / name))
+    pictures = [f"{run}/loss.png" for run in runs]
+    for arguments, page_at, drawn in (
+        ([runs[0]], tmp_path / "a/report.html", pictures[:1]),
+        ([*runs, "--out-dir", str(tmp_path / "new/folder")], tmp_path / "new/folder/report.html", pictures),
+        ([*runs, "--page", str(tmp_path / "other/both.html")], tmp_path / "other/both.html", pictures),
+    ):
+        assert main(["report", *arguments]) == 0
+        assert capsys.readouterr().out.split() == [str(page_at), *drawn]
+        assert page_at.exists()
+    for peak in ("0", "-1", "inf", "nan"):
+        assert main(["report", runs[0], "--peak-tflops", peak]) == 2
+        assert "must be positive" in capsys.readouterr().err
+
+
+def test_tables_of_measurements_have_all_columns(tmp_path: Path) -> None:
+    """Of dataclasses and dicts, some of which lack some; lines end alike on every system."""
+    write_csv(tmp_path / "new" / "table.csv", [{"a": 1, "b": "x,y"}, Row(2, 3.5), {"c": 4}])
+    assert (tmp_path / "new" / "table.csv").read_bytes() == b'a,b,c\n1,"x,y",nan\n2,nan,3.5\nnan,nan,4\n'
 
 
 @pytest.mark.slow

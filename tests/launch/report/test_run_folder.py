@@ -10,6 +10,7 @@ from tiny_run import tiny_document
 from maingrad.launch.plan.model_flops import flops_per_token
 from maingrad.launch.report import page, run_folder
 from maingrad.launch.report.curves import draw_curves, draw_loss
+from maingrad.launch.report.drawing import svg
 from maingrad.launch.report.run_folder import RunFolder, read_runs
 from maingrad.launch.report.side_by_side import environment
 
@@ -97,10 +98,10 @@ def test_a_gather_that_sent_nothing_is_no_row(tmp_path: Path) -> None:
 
 
 def test_the_last_start_and_the_last_timed_step_with_reductions_count(tmp_path: Path) -> None:
-    empty = {**TIMELINE, "step": 9, "buckets": []}
+    empty, forward = {**TIMELINE, "step": 9, "buckets": []}, {**TIMELINE, "step": 10, "backwards": []}
     again = {**OBSERVED, "step": 4, "world_size": 3, "device": "cpu", "unit": "byte", "versions": {"torch": "9"}}
     run = run_of(
-        tmp_path, OBSERVED, TIMELINE, {**TIMELINE, "step": 6}, empty, again, {"kind": "interrupted", "step": 1}
+        tmp_path, OBSERVED, TIMELINE, {**TIMELINE, "step": 6}, empty, forward, again, {"kind": "interrupted", "step": 1}
     )
     assert (run.world_size, run.device, run.unit, run.versions) == (3, "cpu", "byte", {"torch": "9"})
     assert run.timeline is not None and run.timeline["step"] == 6
@@ -121,6 +122,12 @@ def test_what_the_first_step_did_not_say_the_configuration_says(tmp_path: Path) 
     assert both.versions == {"torch": "1.2"} and both.world_size == 2
     said = environment(both)
     assert said["backend"] == "nccl" and said["device"] == "cuda:0" and said["torch"] == "1.2"
+    own = run_of(tmp_path, OBSERVED | {"versions": {"torch": "9"}}, settings={})
+    assert own.versions == {"torch": "9"}
+    folder = {"hugging_face": str(tmp_path), "pretrained": False}
+    document = {"config": tiny_document(tmp_path) | {"model": folder}}
+    (tmp_path / "resolved_config.json").write_text(json.dumps(document))
+    assert environment(run_of(tmp_path, step(1)))["model"] == str(tmp_path)
     (tmp_path / "resolved_config.json").unlink()
     for damaged in (2**53 + 1, 0, True, "4"):
         assert run_of(tmp_path, OBSERVED | {"world_size": damaged}).world_size is None
@@ -275,6 +282,33 @@ def test_one_number_is_a_point_and_axes_begin_at_zero() -> None:
         figure = draw_curves([list(enumerate(values))], "unit")
         assert figure is not None and figure.axes[0].get_yscale() == scale
         assert bool(figure.axes[0].get_ylim()[0] == 0.0) is (scale == "linear" and values[0] >= 0)
+
+
+def test_more_runs_than_colours_are_dashed() -> None:
+    figure = draw_curves([[(1, 1.0), (2, 2.0)]] * 7, "unit")
+    assert figure is not None
+    lines = figure.axes[0].get_lines()
+    assert [line.get_linestyle() for line in lines] == ["-"] * 6 + ["--"]
+    assert lines[6].get_color() == lines[0].get_color() and len({line.get_color() for line in lines}) == 6
+
+
+def test_a_last_validation_without_a_number_and_units_of_two_kinds(tmp_path: Path) -> None:
+    runs = []
+    for unit in ("byte", "token"):
+        (tmp_path / unit).mkdir()
+        validations = [{"kind": "validation", "step": 1, "loss": 2.0}, {"kind": "validation", "step": 2, "loss": None}]
+        runs.append(run_of(tmp_path / unit, OBSERVED | {"unit": unit}, step(1, loss=3.0), *validations))
+    figure = draw_loss(runs)
+    assert figure is not None and not figure.axes[0].texts
+    assert figure.axes[0].get_ylabel() == "nats per byte or token"
+
+
+def test_a_picture_in_a_page_says_what_it_is() -> None:
+    figure = draw_curves([[(1, 1.0), (2, 2.0)]], "unit")
+    assert figure is not None
+    text = svg(figure, "loss over steps")
+    assert text.startswith('<svg role="img" aria-label="loss over steps"') and "currentColor" in text
+    assert "xmlns" not in text and "<metadata>" not in text and "xlink" not in text
 
 
 def test_losses_of_several_runs_are_told_apart(tmp_path: Path) -> None:

@@ -355,6 +355,42 @@ def test_modes_of_the_rank_that_arrives_last_do_not_matter(mode: Callable[[], An
     assert not [op for op in seen if any(word in op for word in ("add", "copy", "clone"))]
 
 
+def test_a_future_of_coalesced_operations_comes_when_all_have_run():
+    def run(rank: int) -> list[float]:
+        tensors = [torch.full((1,), float(rank + k)) for k in range(2)]
+        with dist.distributed_c10d._coalescing_manager(async_ops=True) as manager:
+            for tensor in tensors:
+                dist.all_reduce(tensor)
+        seen: list[float] = []
+        manager.works[-1].get_future().then(lambda _: seen.extend(float(tensor) for tensor in tensors)).wait()
+        return seen
+
+    assert on_ranks(2, run) == [[1.0, 3.0]] * 2
+
+
+def test_groups_have_descriptions_and_are_found_by_their_ranks():
+    def run(rank: int) -> tuple[str, float]:
+        group: Any = dist.new_group([0, 1], group_desc="a pair")
+        return group.group_desc, float(functional.all_reduce(torch.ones(1), "sum", [0, 1]) + 0)
+
+    assert on_ranks(2, run) == [("a pair", 2.0)] * 2
+
+
+def test_two_groups_of_the_same_ranks_are_apart():
+    """Their collectives may come in another order on each rank."""
+
+    def run(rank: int) -> list[float]:
+        groups = [dist.new_group([0, 1]) for _ in range(2)]
+        tensors = [torch.full((size,), float(rank + size)) for size in (1, 2)]
+        order = (0, 1) if rank == 0 else (1, 0)
+        works = [dist.all_reduce(tensors[at], group=groups[at], async_op=True) for at in order]
+        for work in works:
+            work.wait()
+        return [float(tensor[0]) for tensor in tensors]
+
+    assert on_ranks(2, run) == [[3.0, 5.0]] * 2
+
+
 def test_subgroups_and_mesh():
     def run(rank: int) -> tuple[Any, ...]:
         groups = [dist.new_group(ranks) for ranks in ([0, 2, 5], [1, 3], [4])]

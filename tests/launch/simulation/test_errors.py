@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -77,6 +78,16 @@ def test_mismatched_transfers_and_splits():
     ):
         simulate(transfer, 2)
 
+    def dtypes() -> None:
+        if dist.get_rank() == 0:
+            dist.send(torch.ones(3), 1)
+        else:
+            dist.recv(torch.ones(3).int(), 0)
+
+    with pytest.raises(SimulatedRankError, match=r"launched send .* float32\[3\], but rank 1 .* int32\[3\]") as caught:
+        simulate(dtypes, 2)
+    assert isinstance(caught.value.__cause__, CollectiveMismatchError)
+
     def splits() -> None:
         dist.all_to_all_single(torch.empty(4), torch.ones(4), [1, 3], [1, 3])
 
@@ -113,6 +124,57 @@ def test_deadlock_says_who_waits_for_what():
         assert lines[1 + rank].endswith(" in fn")
 
 
+def test_a_group_of_some_ranks_waits_for_its_own() -> None:
+    """Ranks are named by their numbers among all; that a rank outside of the group has finished is no deadlock."""
+
+    def fn(deadlocks: bool) -> float:
+        group, rank = dist.new_group([1, 2]), dist.get_rank()
+        x = torch.full((1,), float(rank))
+        if rank == 2 and not deadlocks:
+            dist.all_reduce(x, group=group)
+            dist.send(x, 1, group=group)
+        if rank == 1:
+            dist.all_reduce(x, group=group)
+            dist.recv(x, 2, group=group)
+        return x.item()
+
+    for seed in range(8):
+        assert simulate(fn, 3, False, seed=seed) == [0.0, 3.0, 3.0]
+    with pytest.raises(SimulatedDeadlockError, match=r"group '0' \(ranks 1, 2\); missing ranks: 2 \(finished\)"):
+        simulate(fn, 3, True, order=max)
+
+    def receives() -> None:
+        group = dist.new_group([1, 2])
+        if dist.get_rank() == 1:
+            dist.recv(torch.ones(1), 2, group=group)
+
+    with pytest.raises(SimulatedDeadlockError, match=r"recv from rank 2, .* missing ranks: 2 \(finished\)"):
+        simulate(receives, 3, order=max)
+
+
+def test_roots_are_named_by_their_numbers_among_all_ranks() -> None:
+    for call, said in (
+        (lambda x, group: dist.reduce(x, 2, group=group), "reduce SUM to rank 2"),
+        (lambda x, group: dist.broadcast(x, 2, group=group), "broadcast from rank 2"),
+        (lambda x, group: dist.gather(x, [x, x] if dist.get_rank() == 2 else None, 2, group=group), "gather to rank 2"),
+        (lambda x, group: dist.scatter(x, [x, x] if dist.get_rank() == 2 else None, 2, group=group), "scatter from"),
+    ):
+        schedule: list[tuple[int, str]] = []
+
+        def fn(call: Any = call) -> None:
+            group = dist.new_group([1, 2])
+            if dist.get_rank() > 0:
+                call(torch.ones(1), group)
+
+        simulate(fn, 3, schedule=schedule)
+        assert sum(event.startswith(f"launch {said}") for _, event in schedule) == 2, said
+
+
+def test_rows_that_do_not_divide_need_splits() -> None:
+    with pytest.raises(SimulatedRankError, match="all_to_all_single: 3 rows do not divide among 2 ranks; give splits"):
+        simulate(lambda: dist.group.WORLD.all_to_all_single(torch.ones(3), torch.ones(3), [], []), 2)
+
+
 @pytest.mark.parametrize("starts", [[1, 1, 0], [0, 1, 1]])
 def test_waiting_for_a_finished_rank_is_reported_while_others_still_run(starts: list[int]):
     def fn() -> None:
@@ -146,6 +208,8 @@ def test_polling_for_what_cannot_come():
 
     with pytest.raises(SimulatedDeadlockError, match=r"rank 0 keeps asking is_completed\(\) and nothing else happens"):
         simulate(fn, 2)
+    with pytest.raises(SimulatedDeadlockError, match="\n  rank 1 has not started"):
+        simulate(fn, 2, order=min)
 
 
 def test_an_operation_that_was_never_joined():
@@ -153,6 +217,7 @@ def test_an_operation_that_was_never_joined():
         if dist.get_rank() == 0:
             dist.all_reduce(torch.ones(1), async_op=True)
             dist.isend(torch.ones(1), 1)
+            dist.irecv(torch.ones(1), 1, tag=2)
 
     with pytest.raises(SimulatedDeadlockError) as caught:
         simulate(fn, 2)
@@ -161,6 +226,7 @@ def test_an_operation_that_was_never_joined():
         caught.value
     )
     assert "send to rank 1, tag 0, float32[1] of group 'default' (ranks 0, 1); missing ranks: 1" in str(caught.value)
+    assert "recv from rank 1, tag 2, float32[1] of group 'default' (ranks 0, 1); missing ranks: 1" in str(caught.value)
 
 
 @pytest.mark.parametrize("error", [KeyError("boo"), SystemExit(3)])

@@ -13,9 +13,17 @@ DOCS = Path(__file__).resolve().parents[3] / "docs"
 PAGE = (DOCS / "verify.md").read_text() + (DOCS / "reference/verify.md").read_text()
 
 PROGRAM = """
+from __future__ import annotations
+
+from dataclasses import dataclass
+
 import torch
 from torch import nn
 from sizes import DIM
+
+@dataclass
+class Found:  # whose annotations are looked up in the module
+    value: int
 
 def right():
     torch.manual_seed(0)
@@ -31,6 +39,9 @@ def misspelt():
 
 def nothing():
     return 3
+
+def four():
+    return (*right(), 4)
 
 def odd():
     model, batch, loss = right()
@@ -55,6 +66,7 @@ def refusing():
 def program(tmp_path: Path) -> str:
     (tmp_path / "sizes.py").write_text("DIM = 6\n")
     (tmp_path / "a_program.py").write_text(PROGRAM)
+    (tmp_path / "a_program.py.txt").write_text(PROGRAM)
     return str(tmp_path / "a_program.py")
 
 
@@ -78,7 +90,7 @@ def test_status_1(program: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "8 rows on 1 ranks" in said and "accepted: sum" in said
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(
     ("target", "options", "words"),
     [
@@ -86,6 +98,9 @@ def test_status_1(program: str, capsys: pytest.CaptureFixture[str]) -> None:
         ("{}", (), "is not FILE.py:FUNCTION"),
         ("{}x:right", (), "is not FILE.py:FUNCTION"),
         ("{}:nothing", (), "returned a int: return (model, batch)"),
+        ("{}:four", (), "returned a tuple: return (model, batch)"),
+        ("{}:DIM", (), "has no function DIM"),
+        ("{}.txt:right", (), "is no Python file"),
         ("{}:misspelt", (), "unexpected keyword argument 'rank'"),
         ("{}:odd", (), "a batch of 7 rows cannot be divided over 2 ranks"),
         ("{}:without_a_loss", (), "pass loss(output, batch) or step(model, batch)"),

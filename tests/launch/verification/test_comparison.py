@@ -59,6 +59,15 @@ def test_norms_and_means_in_half_precision_are_not_rounded(dtype: torch.dtype) -
     assert mean_of(overflows)["w"].tolist() == large.tolist()
 
 
+def test_imaginary_parts_are_compared_too() -> None:
+    wanted = {"weight": torch.tensor([3 + 0j, 4j])}
+    assert norm_of(wanted["weight"]) == 5.0
+    (off,) = allowed_between(wanted, None).between({"weight": torch.tensor([3 + 0j, 0j])}, wanted)
+    assert off.error == pytest.approx(0.8)
+    factors, rest = parts_in(wanted["weight"], [torch.tensor([1 + 0j, 0j]), torch.tensor([0j, 1j])])
+    assert factors == pytest.approx([3, 4]) and rest < 1e-6
+
+
 def test_a_part_that_no_rank_holds_is_missing() -> None:
     wanted = {"weight": torch.arange(6.0)}
     allowed = allowed_between(wanted, None)

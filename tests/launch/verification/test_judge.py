@@ -56,7 +56,7 @@ class Given(Comparison):
 
 def judged(run: Callable[[], Sequence[RankResult]], **fields: Any) -> tuple[WayResult, Finding | None]:
     setting = Setting(lambda model: (), adamw=ADAMW)._replace(**fields.pop("setting", {}))
-    plains = [Plain(0.0, grads) for grads in GRADS]
+    plains = [Plain(0.0, grads) for grads in fields.pop("grads", GRADS)]
     comparison = Given(
         program=Program(model(), None, None, 0),
         batch=None,
@@ -95,6 +95,8 @@ def test_a_gradient_that_is_wrong_on_one_rank() -> None:
     assert "it contains 0.00 of rank 0's microbatch 0, 1.00 of rank 1's microbatch 0." in finding.evidence
     _, finding = judged(lambda: [rank(MEAN * torch.nan)])
     assert finding is not None and finding.evidence.endswith("No rank holds all of it, or it is not finite.")
+    _, finding = judged(lambda: [rank(torch.tensor([[2.0, -1.5]]))], grads=[{"weight": MEAN}] * 2)
+    assert finding is not None and finding.evidence.endswith("Rank 0's gradient is no sum of the parts' gradients.")
     known = Finding(cause=Cause.HOOK, evidence="")
     assert judged(lambda: [rank(2 * MEAN)], cause=known)[1] is known
 
@@ -160,6 +162,9 @@ def test_how_much_muon_magnifies_an_error() -> None:
     one = slope(torch.eye(6, 4) / 2, lr=0.5)
     assert whole == pytest.approx(one / float(grad.norm()))
     assert slope(torch.zeros(6, 4), lr=0.5) == pytest.approx(one * 1e30), "finite"
+    split = slope(grad, lr=0.5, split={"0.weight": [2, 4]}, adjust_lr_fn="match_rms_adamw")
+    same_ratio = slope(grad, lr=0.5, adjust_lr_fn="match_rms_adamw") * (4 / 6) ** 0.5
+    assert split == pytest.approx(same_ratio * float(grad.norm()) / 3), "that of two rows, whose norm is 3"
 
 
 # ---- Ways. ----

@@ -162,6 +162,14 @@ def test_a_fault_of_the_library_is_called_one(name: str, monkeypatch: pytest.Mon
     assert all(fault.evidence in finding.evidence for finding in found.findings), str(found)
 
 
+def test_tied_weights_are_not_taken_for_weights_that_are_read_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = Net()
+    net.blocks[2].weight = net.blocks[0].weight
+    keep_a_shard_to_itself(monkeypatch)
+    found = verify(net, torch.randn(8, 12), ways=("fsdp",))
+    assert {str(finding.cause) for finding in found.findings} == {"library"}, str(found)
+
+
 def test_the_error_of_a_way_is_that_of_its_worst_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """All ranks have all gradients, and one rank alone has wrong ones: not the last rank."""
     start = GradReduction.start

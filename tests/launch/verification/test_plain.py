@@ -84,6 +84,12 @@ def test_draws_are_seeded_by_the_part_or_are_their_means() -> None:
     )
 
 
+def test_gradients_of_sparse_embeddings_are_dense() -> None:
+    model = nn.Embedding(3, 2, sparse=True)
+    found = run_one(program(model, lambda model, batch: model(batch).sum()), model, torch.tensor([2, 2, 0]), shares=2)
+    assert found.grads["weight"].tolist() == [[1.0, 1.0], [0.0, 0.0], [2.0, 2.0]]
+
+
 def test_a_loss_without_a_graph_has_zeros() -> None:
     model = linear()
     found = run_one(program(model, lambda model, batch: batch.mean()), model, ROWS)

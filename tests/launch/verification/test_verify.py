@@ -16,12 +16,14 @@ from maingrad.ddp.torch_grads import muon as muon_of_torch
 from maingrad.fsdp import fully_shard
 from maingrad.fsdp.state import sharded_muon
 from maingrad.launch import verify
-from maingrad.launch.verification import judge
-from maingrad.launch.verification.findings import Cause
+from maingrad.launch.verification import judge, ways
+from maingrad.launch.verification import verify as module_of_verify
+from maingrad.launch.verification.findings import Cause, Finding, WayResult
+from maingrad.launch.verification.plain import Part
 from maingrad.launch.verification.program import Program
 from maingrad.launch.verification.verify import VerificationError
 from maingrad.launch.verification.ways import WAYS
-from maingrad.te_integration import convert_linears
+from maingrad.te_integration import WgradQueue, convert_linears
 
 FEW = ("ddp_converted", "zero1", "fsdp_converted")
 
@@ -206,6 +208,10 @@ def test_a_function_may_make_the_model() -> None:
     assert len(made) > 4
     with pytest.raises(TypeError, match="pass a function that makes the model"):
         verify(make(), rows(), square)
+    model = mlp()
+    model.kept = model[0].weight * 2  # torch copies no tensor with a graph
+    with pytest.raises(TypeError, match="pass a function that makes the model"):
+        verify(model, rows(), square)
 
 
 class Warming(nn.Module):
@@ -238,8 +244,9 @@ def test_models_that_are_converted_or_wrapped() -> None:
     convert_linears(converted)
     assert verify(converted, rows(), square, ways=FEW).ok
     assert verify(DistributedDataParallel(mlp()), rows(), square, ways=FEW).ok
-    with pytest.raises(TypeError, match="before fully_shard"):
-        verify(fully_shard(mlp()), rows(), square)
+    for sharded in (fully_shard(mlp()), nn.Sequential(fully_shard(mlp()))):
+        with pytest.raises(TypeError, match="before fully_shard"):
+            verify(sharded, rows(), square)
 
 
 def test_marks_and_hooks_go_along() -> None:
@@ -371,9 +378,9 @@ class Blocks(nn.Module):
 
 def test_a_forward_that_cannot_be_recomputed() -> None:
     found = verify(Blocks(Forgetful()), rows(), ways=("ddp", "ddp_recompute"))
-    assert [(str(each.cause), each.ways) for each in found.findings] == [("not_recomputable", ("ddp_recompute",))], (
-        found
-    )
+    (finding,) = found.findings
+    assert (str(finding.cause), finding.ways) == ("not_recomputable", ("ddp_recompute",)), found
+    assert finding.ranks == (0, 1) and finding.error > 1e-2, "those of the difference that it explains"
 
 
 class ComplexWeight(nn.Module):
@@ -405,13 +412,14 @@ def backward_before_returning(model: nn.Module, batch: Tensor) -> Tensor:
     return loss
 
 
-@pytest.mark.sampled(14)
+@pytest.mark.sampled(15)
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
         ({"ways": ("zero",)}, ValueError, "'zero' is no way: choose of ddp"),
         ({"accept": ("dropout",)}, ValueError, "'dropout' is no cause"),
         ({"ranks": 0}, ValueError, "at least 1"),
+        ({"num_microbatches": 0}, ValueError, "at least 1, got 2 and 0"),
         ({"loss": None}, ValueError, "where a loss, one number, is needed"),
         ({"step": square}, ValueError, "pass one of them"),
         ({"loss": lambda output, batch: 1.0}, TypeError, "returned a float"),
@@ -456,6 +464,110 @@ def test_a_loss_without_the_model_is_not_verified(calls_another: bool) -> None:
     assert len(found.findings[0].parameters) == 6
 
 
-def test_the_programs_own_error_is_raised() -> None:
+def test_the_programs_own_error_is_raised_with_its_cause() -> None:
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         verify(mlp(), torch.randn(8, 7), square)
+
+    def step(model: nn.Module, batch: Tensor) -> Tensor:
+        try:
+            raise KeyError("inside")
+        except KeyError as error:
+            raise ValueError("outside") from (error if says_so else None)
+
+    def other(model: nn.Module, batch: Tensor) -> Tensor:
+        try:
+            raise KeyError("inside")
+        finally:
+            raise ValueError("outside")
+
+    for says_so in (True, False):
+        with pytest.raises(ValueError, match="outside") as raised:
+            verify(mlp(), rows(), step=step)
+        assert isinstance(raised.value.__cause__, KeyError) is says_so
+    with pytest.raises(ValueError, match="outside") as raised:
+        verify(mlp(), rows(), step=other)
+    assert isinstance(raised.value.__context__, KeyError) and not raised.value.__suppress_context__
+
+
+def test_the_seed_is_the_users() -> None:
+    """It may be larger than numpy's."""
+    seen = set()
+
+    def step(model: nn.Module, batch: Tensor) -> Tensor:
+        seen.add(torch.initial_seed())
+        return square(model(batch), batch)
+
+    assert verify(mlp(), rows(), step=step, ways=("ddp",), seed=2**40).ok
+    draws = {Part(rank, microbatch, None).draw for rank in (0, 1) for microbatch in (0, 1)}
+    assert seen == {2**40 + draw for draw in {0, *draws}}
+
+
+def test_a_program_may_change_its_batch() -> None:
+    """Each run and each way gets rows of its own."""
+
+    def step(model: nn.Module, batch: Tensor) -> Tensor:
+        return square(model(batch.mul_(2)), batch)
+
+    found = verify(mlp(), rows(), step=step, ways=("ddp", "zero1"))
+    assert found.ok and not found.findings, str(found)
+
+
+def test_frozen_parameters_and_models_without_blocks_are_compared() -> None:
+    model = mlp()
+    model[0].requires_grad_(False)
+    assert verify(model, rows(), square, ways=FEW).ok
+    assert verify(nn.Linear(6, 2), rows(), square, ways=("ddp_recompute", "fsdp_recompute")).ok
+
+
+def test_only_delayed_ways_delay(monkeypatch: pytest.MonkeyPatch) -> None:
+    logs: list[list[Any]] = []
+
+    class Logging(WgradQueue):
+        def __init__(self) -> None:
+            super().__init__()
+            self.log = []
+            logs.append(self.log)
+
+    monkeypatch.setattr(ways, "WgradQueue", Logging)
+    for name in ("zero1_converted", "zero1_delayed", "fsdp_delayed"):
+        logs.clear()
+        assert verify(mlp(), rows(), square, ways=(name,)).ok
+        assert [len(log) for log in logs] == [4 if "delayed" in name else 0] * 2, "two layers, two microbatches"
+
+
+def test_ranks_that_share_rows_are_left_out_where_forwards_draw() -> None:
+    found = verify(nn.Sequential(mlp(), nn.Dropout(0.5)), rows(), square, ways=("ddp", "ddp_tp"), tensor_parallel=print)
+    assert [result.way for result in found.results] == ["ddp"] and found.ok
+
+
+def test_muons_options_are_those_of_the_step() -> None:
+    muon = {"lr": 0.05, "weight_decay": 0.3, "nesterov": False, "adjust_lr_fn": "match_rms_adamw"}
+    found = verify(mlp(), rows(), square, muon=muon, ways=("zero1",))
+    assert found.ok and not found.findings, str(found)
+
+
+def test_one_cause_is_one_finding_with_all_its_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the way with the largest error; other parameters are another finding, and what plain PyTorch shows is none."""
+    given = {
+        "ddp": (Cause.LIBRARY, ("x", "y"), 0.1),
+        "zero1": (Cause.LIBRARY, ("y", "x"), 0.3),
+        "fsdp": (Cause.LIBRARY, ("z",), 0.2),
+        "zero1_converted": (Cause.SUM, ("x",), 0.9),
+    }
+
+    def judged(name: str, way: Any, comparison: Any) -> tuple[WayResult, Finding]:
+        cause, parameters, error = given[name]
+        return WayResult(way=name), Finding(cause=cause, evidence=name, parameters=parameters, error=error)
+
+    monkeypatch.setattr(module_of_verify, "judge", judged)
+    found = verify(Summed(6, 2), rows(), ways=tuple(given))
+    assert [(each.cause, each.ways, each.error) for each in found.findings[1:]] == [
+        (Cause.LIBRARY, ("ddp", "zero1"), 0.3),
+        (Cause.LIBRARY, ("fsdp",), 0.2),
+    ]
+    assert (found.findings[0].cause, found.findings[0].ways) == (Cause.SUM, ())
+
+
+def test_a_loss_that_is_not_finite_is_found_beside_gradients_that_are() -> None:
+    found = verify(mlp(), rows(), lambda output, batch: square(output, batch) + torch.inf, ways=("ddp",))
+    assert [(str(each.cause), each.parameters) for each in found.findings] == [("not_finite", ())]

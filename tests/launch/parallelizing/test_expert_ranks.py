@@ -1,0 +1,56 @@
+"""The ranks of ``ep``: which of them hold all experts together, and which the same ones."""
+
+import re
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from expert_models import tiny
+from torch.distributed.device_mesh import init_device_mesh
+
+from maingrad.ddp.collectives.rank_grid import make_grid
+from maingrad.launch import parallelize, simulate
+from maingrad.launch.parallelizing.experts import mesh_of, same_place
+
+
+def test_the_ranks_that_hold_the_same_experts() -> None:
+    """Two instances of four ranks, of which neighbours hold all experts together."""
+
+    def groups(hybrid: bool) -> tuple[Any, ...]:
+        grid = make_grid(init_device_mesh("cpu", (2, 4), mesh_dim_names=("outer", "inner")) if hybrid else None)
+        ep = mesh_of(2, grid)
+        same: Any = same_place(ep, grid)
+        if not hybrid:
+            return ep.mesh.tolist(), dist.get_process_group_ranks(same)
+        names = same.mesh_dim_names
+        return ep.mesh.tolist(), names, [dist.get_process_group_ranks(same.get_group(name)) for name in names]
+
+    for rank, found in enumerate(simulate(groups, 8, True)):
+        first = rank // 2 * 2
+        alike = [4 * (rank // 4) + rank % 2 + step for step in (0, 2)]
+        assert found == ([first, first + 1], ("outer", "inner"), [[rank % 4, rank % 4 + 4], alike])
+    for rank, found in enumerate(simulate(groups, 8, False)):
+        assert found[1] == list(range(rank % 2, 8, 2))
+
+
+def test_a_mesh_of_two_dims_holds_no_experts() -> None:
+    def refused() -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("same", "ep"))
+        with pytest.raises(ValueError, match="has one dim, this one has 2"):
+            parallelize(tiny("qwen3_moe"), "zero1", ep=mesh)
+
+        with pytest.raises(ValueError, match=r"ep = 4 does not divide the 2 data-parallel rank\(s\) of an instance"):
+            parallelize(tiny("qwen3_moe"), "hsdp", mesh=mesh, ep=4)
+
+    simulate(refused, 4)
+
+
+def test_experts_over_other_ranks_than_those_of_the_batches_are_refused() -> None:
+    def refused() -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("other", "data"))
+        everyone = init_device_mesh("cpu", (4,))
+        others = [2, 3] if dist.get_rank() < 2 else [0, 1]
+        with pytest.raises(ValueError, match=re.escape(f"ep has ranks {others}, which are not among")):
+            parallelize(tiny("qwen3_moe"), "zero1", mesh=mesh["data"], ep=everyone)
+
+    simulate(refused, 4)
