@@ -222,3 +222,63 @@ def test_a_part_of_a_changed_model_begins_no_step() -> None:
     ddp.module[0].weight = nn.Parameter(ddp.module[0].weight.detach().clone())
     with pytest.raises(RuntimeError, match=r"parameter '0\.weight' was replaced after wrapping"):
         ddp.grad_parts.begin(ddp.module[0], ddp.module[0].parameters())
+
+
+def test_other_parts_do_not_wait_for_one_that_has_failed() -> None:
+    ddp = wrap(make_model(), overlap_grad_reduce=True)
+    parts, (first, *_, last) = ddp.grad_parts, ddp.module
+    for part in (first, last):
+        parts.begin(part, ddp.module.parameters())
+    parts.leave(first)
+    assert (parts.num_begun, parts.num_open) == (2, 1)
+    with parts.backward(last, final=True):
+        loss_of(ddp, make_batches(1)[0]).backward()
+    parts.end(last)
+    assert {bucket.phase.value for bucket in ddp.buckets} == {"reducing"}
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_gradients_are_shown_when_all_parts_have_ended(overlap: bool) -> None:
+    ddp = wrap(make_model(), overlap_grad_reduce=overlap)
+    twin = plain_twin(ddp.module)
+    parts, (first, *_, last) = ddp.grad_parts, ddp.module
+    for part in (first, last):
+        parts.begin(part, ddp.module.parameters())
+    for part, batch in zip((first, last), make_batches(2), strict=True):
+        assert all(param.grad is None for param in ddp.parameters())
+        with parts.backward(part, final=True):
+            loss_of(ddp, batch).backward()
+        parts.end(part)
+        loss_of(twin, batch).backward()
+    assert [param.grad.norm() for param in ddp.parameters()] == [param.grad.norm() for param in twin.parameters()]
+
+
+def test_parts_under_no_sync_add_and_launch_nothing() -> None:
+    """A schedule runs several times for one step, as for microbatches that do not fit at once."""
+    ddp = wrap(make_model(), overlap_grad_reduce=True)
+    twin, parts, net = plain_twin(ddp.module), ddp.grad_parts, ddp.module
+
+    def run(batch: Tensor) -> None:
+        parts.begin(net, net.parameters())
+        with parts.backward(net, final=True):
+            loss_of(ddp, batch).backward()
+        parts.end(net)
+        loss_of(twin, batch).backward()
+
+    first, second = make_batches(2)
+    with ddp.no_sync():
+        run(first)
+    assert {bucket.phase.value for bucket in ddp.buckets} == {"accumulating"}
+    run(second)
+    ddp.finish_grad_sync()
+    assert_same(main_grads(ddp), plain_grads(twin))
+
+
+def test_the_end_of_a_part_refuses_what_no_hook_has_seen() -> None:
+    """A gradient that a schedule of others has computed, and put into ``.grad``."""
+    ddp = wrap(make_model(), overlap_grad_reduce=True)
+    net = ddp.module
+    ddp.grad_parts.begin(net, net.parameters())
+    net[0].weight.grad = torch.ones_like(net[0].weight)
+    with pytest.raises(RuntimeError, match=r"the end of a stage's step: a gradient of parameter '0\.weight' was put"):
+        ddp.grad_parts.end(net)
