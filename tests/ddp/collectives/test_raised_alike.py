@@ -229,7 +229,7 @@ def test_all_ranks_raise_the_first_ranks_error(what: str) -> None:
             if error is not None:
                 raise type(error)(*error.args)
 
-        with pytest.raises(Exception, match=".") as raised:
+        with pytest.raises(Exception, match=r".") as raised:
             run_on_all_ranks(action, make_grid(None).axes, None, "a look")
         cause = raised.value.__cause__
         assert type(cause) is type(error), "a rank's own error is the cause"
