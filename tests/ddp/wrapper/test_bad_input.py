@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from foreign import ForeignProvider
 from gloo import run_ranks
 from loops import FEATURES, assert_same, ddp_backward, loss_of, make_batches, make_model, weights, wrap
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from maingrad.ddp import (
+    WORLD_OF_ONE,
     DistributedDataParallel,
     DistributedDataParallelConfig,
     DistributedOptimizer,
@@ -70,6 +72,32 @@ def test_recording_the_order_leaves_gradients_and_random_numbers_alone() -> None
     for param, (grad, values) in zip(model.parameters(), before, strict=True):
         assert param.grad is grad
         assert torch.equal(grad, values)
+
+
+class Chain(nn.Module):
+    """Its first layer is used by no loss, and the last rank has the others in another order."""
+
+    def __init__(self, order: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({name: nn.Linear(2, 2, bias=False) for name in ("unused", "a", "b")})
+        self.order = order
+
+    def forward(self, x: Tensor) -> Tensor:
+        for name in self.order:
+            x = self.layers[name](x)
+        return x
+
+
+def test_the_recorded_order_is_that_of_the_first_of_the_ranks() -> None:
+    def on_each_rank() -> list[str]:
+        rank = dist.get_rank()
+        group = dist.new_group([1, 2])
+        ranks = WORLD_OF_ONE if rank == 0 else group
+        with torch.no_grad():  # as around the rest of a set-up
+            return recorded_backward_order(Chain("ab" if rank < 2 else "ba"), lambda model: model(X).sum(), ranks)
+
+    X = torch.ones(1, 2)
+    assert simulate(on_each_rank, 3) == [["layers.b.weight", "layers.a.weight", "layers.unused.weight"]] * 3
 
 
 def test_a_model_that_another_provider_owns_is_refused() -> None:

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from loops import assert_same, loss_of, main_grads, make_batches, make_model, plain_grads, plain_twin, wrap
 from torch import Tensor, nn
 
+from maingrad.ddp.wrapper.parts import parts_of
 from maingrad.launch import simulate
 from maingrad.te_integration import WgradQueue, delayed_wgrad
 from maingrad.te_integration.pipeline import ScheduleExecutor, parse_order
@@ -201,8 +202,10 @@ def test_a_fused_layer_that_is_called_without_its_wrapper_may_have_added_already
 def test_gradients_are_discarded_when_all_parts_have_given_the_iteration_up() -> None:
     ddp = wrap(make_model())
     parts, (first, *_, last) = ddp.grad_parts, ddp.module
-    for part in (first, first, last):  # the first of two steps has failed
+    for part in (first, last, first):  # the first of two steps has failed
         parts.begin(part, part.parameters())
+    assert (parts.num_begun, parts.num_open) == (1, 1)
+    parts.begin(last, last.parameters())
     assert (parts.num_begun, parts.num_open) == (2, 2)
     with parts.backward(first, final=False):
         loss_of(ddp, make_batches(1)[0]).backward()
@@ -282,3 +285,23 @@ def test_the_end_of_a_part_refuses_what_no_hook_has_seen() -> None:
     net[0].weight.grad = torch.ones_like(net[0].weight)
     with pytest.raises(RuntimeError, match=r"the end of a stage's step: a gradient of parameter '0\.weight' was put"):
         ddp.grad_parts.end(net)
+
+
+def test_parts_begin_a_new_iteration_where_the_program_has_cleared_grad() -> None:
+    """A part may run past the wrapper's forward, which would do so."""
+    ddp = wrap(make_model())
+    loss_of(ddp, make_batches(1)[0]).backward()
+    assert all(param.grad is not None for param in ddp.parameters())
+    for param in ddp.parameters():
+        param.grad = None
+    ddp.grad_parts.begin(ddp.module, ddp.module.parameters())
+    assert ddp.is_clear
+    assert ddp.grad_parts.iteration == 1
+
+
+def test_parts_of_modules_around_wrappers_and_inside() -> None:
+    first, second = (wrap(make_model()) for _ in range(2))
+    around = nn.ModuleList([first, nn.Linear(2, 2), second])
+    assert parts_of([around]) == [first.grad_parts, second.grad_parts]
+    assert parts_of([second.module[0], second.module, first.module[3]]) == [second.grad_parts, first.grad_parts]
+    assert parts_of([nn.Linear(2, 2)]) == []
