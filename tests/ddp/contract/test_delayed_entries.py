@@ -109,6 +109,29 @@ def test_unfused_gradients_of_one_microbatch_go_into_main_grad_together() -> Non
     assert record.late_sum is None
 
 
+def test_unfused_gradients_do_not_wait_for_those_of_later_microbatches() -> None:
+    layer = nn.Linear(2, 1, bias=False)
+    ddp = DistributedDataParallel(layer)
+    (record,) = ddp.records
+    entries = [DelayedWgrad(lambda *_: None, (torch.ones(1),), [record], "layer", 0) for _ in range(2)]
+    for number, entry in enumerate(entries):
+        entry.pending.microbatch = number
+    for number, entry in enumerate(entries):
+        add_to_grad(layer.weight, torch.tensor([[1.0, 2.0]]), record)
+        absorb_late_sum(layer.weight, record, entry)
+        assert record.late_sum is None
+        assert layer.weight.main_grad.tolist() == [[number + 1, 2 * number + 2]]
+        entry.run()
+
+
+def test_unfused_gradients_are_computed_in_the_weights_dtype() -> None:
+    layer = Linear(3, 2, bias=False, dtype=torch.float64, delay_wgrad_compute=True)
+    x = torch.rand(4, 3, dtype=torch.float64)
+    layer(x).sum().backward()
+    layer.backward_dw()
+    torch.testing.assert_close(layer.weight.grad, x.sum(0).expand(2, 3), rtol=1e-14, atol=0)
+
+
 def test_pending_gradients_are_computed_in_bucket_order_and_each_once() -> None:
     done: list[int] = []
     records = [
