@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
+from maingrad.ddp.graphs.host.host_code import is_library, package_of
 from maingrad.ddp.graphs.host.host_state import HostState
 
 Case = Callable[[nn.Sequential], tuple[Callable[[], Any], Callable[[], Any]]]
@@ -620,3 +621,16 @@ def test_draws_count_in_a_call_and_not_between_calls(name: str) -> None:
     assert state.draws() is None
     draw()
     assert state.draws() is not None
+
+
+# ---- Whose code is looked into. ----
+
+
+def test_the_programs_own_code_is_no_library() -> None:
+    """What is installed is, but for the package that the function is in."""
+    for own in ("__main__", None, "numpy.random", __name__):
+        assert not is_library(own, "numpy")
+    for library in ("maingrad.ddp", "torch.nn", "builtins", "json", "numpy.random", "time"):
+        assert is_library(library, "of_the_program")
+    assert package_of(functools.partial(functools.partial(np.full), 1)) == "numpy"
+    assert package_of(nn.functional.relu) == package_of(len) == "__main__"
