@@ -96,3 +96,26 @@ def test_weights_of_a_foreign_provider_are_not_delayed_by_a_block() -> None:
         layer(torch.ones(1, 4))
     assert len(queue) == 0
     layer(torch.ones(1, 4)).sum().backward()
+
+
+class TiedToAnother(nn.Module):
+    def __init__(self, first: nn.Linear) -> None:
+        super().__init__()
+        self.first, self.second = first, nn.Linear(6, 6, bias=False)
+        self.second.weight = first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x))
+
+
+def test_a_weight_that_another_layer_shares_gets_both_gradients() -> None:
+    """``backward_dw`` assigns ``.grad``, over what the other layer's backward has left there."""
+    model = TiedToAnother(ForeignDelayedLinear(6, 6, fused=False))
+    twin = TiedToAnother(nn.Linear(6, 6, bias=False))
+    twin.load_state_dict(model.state_dict())
+    ddp = DistributedDataParallel(model)
+    ddp(batch(0)).square().sum().backward()
+    backward_dw(model)
+    ddp.finish_grad_sync()
+    twin(batch(0)).square().sum().backward()
+    torch.testing.assert_close(model.first.weight.main_grad, twin.first.weight.grad)

@@ -4,6 +4,7 @@ import argparse
 import functools
 import logging
 import random
+import sys
 import types
 from collections.abc import Callable
 from typing import Any
@@ -161,8 +162,10 @@ def test_draws_count_in_a_call_and_not_between_calls(name: str) -> None:
 # ---- Whose code is looked into. ----
 
 
-def test_the_programs_own_code_is_no_library() -> None:
-    """What is installed is, but for the package that the function is in."""
+def test_the_programs_own_code_is_no_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is installed is, but for the package that the function is in, and for what was started."""
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", np.__file__, raising=False)
+    is_library.cache_clear()
     for own in ("__main__", None, "numpy.random", __name__):
         assert not is_library(own, "numpy")
     for library in ("maingrad.ddp", "torch.nn", "builtins", "json", "numpy.random", "time"):
