@@ -10,7 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from maingrad.ddp import DistributedDataParallel
-from maingrad.ddp.contract.delayed import DelayedWgrad, absorb_late_sum, add_to_grad, compute_pending, live_queue
+from maingrad.ddp.contract.delayed import (
+    DelayedTarget,
+    DelayedWgrad,
+    absorb_late_sum,
+    add_to_grad,
+    compute_pending,
+    live_queue,
+)
+from maingrad.ddp.contract.grouped_wgrad import GroupedWgrad
 from maingrad.ddp.contract.record import GradRecord
 from maingrad.te_integration import Linear, WgradQueue
 
@@ -166,3 +174,24 @@ def test_functions_that_were_registered_run_behind_each_backward_dw() -> None:
     layer(torch.ones(2, 4)).sum().backward()
     layer.backward_dw()
     assert seen == [True, False]
+
+
+def test_a_target_serves_its_weights_and_its_queue() -> None:
+    """A forward keeps the last one's target where nothing is other; and a queue drops what nobody can compute whole."""
+    weights, queue = [nn.Parameter(torch.zeros(2, 2)) for _ in range(2)], WgradQueue()
+    target = DelayedTarget(weights, ["one", "two"], GroupedWgrad(weights), "layer", fused=False, queue=queue)
+    assert target.serves(weights, queue)
+    assert not target.serves(weights, WgradQueue())
+    assert not target.serves(weights, None)
+    assert not target.serves(weights[::-1], queue)
+    assert not target.serves(weights[:1], queue)
+    entries: list[DelayedWgrad] = []
+    put = queue.put
+    queue.put = lambda entry: (entries.append(entry), put(entry))  # type: ignore[method-assign, func-returns-value]
+    rows = torch.ones(2, 2)
+    target.deliver(target.resolve([True, True]), (rows, rows, torch.tensor([0, 1, 2], dtype=torch.int32)), 1)
+    assert [id(weight) for weight in entries[0].weights()] == [id(weight) for weight in weights]
+    del weights[1]
+    gc.collect()
+    assert entries[0].weights() == []
+    assert entries[0].is_orphaned
