@@ -1,5 +1,6 @@
 """Entries of delayed weight gradients by themselves: without a wrapper of ours, where nobody else counts them."""
 
+import copy
 import gc
 import weakref
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from maingrad.ddp.contract.delayed import (
     live_queue,
 )
 from maingrad.ddp.contract.grouped_wgrad import GroupedWgrad
+from maingrad.ddp.contract.main_grad import is_delayed
 from maingrad.ddp.contract.record import GradRecord
 from maingrad.te_integration import Linear, WgradQueue
 
@@ -195,3 +197,20 @@ def test_a_target_serves_its_weights_and_its_queue() -> None:
     gc.collect()
     assert entries[0].weights() == []
     assert entries[0].is_orphaned
+
+
+def test_parameters_that_are_made_anew_are_marked_and_a_copy_tells_nobody() -> None:
+    """Foreign providers read the mark when they wrap; what they have registered is for the layer that they wrapped."""
+    layer, told = Linear(2, 2, bias=False, delay_wgrad_compute=True, device="meta"), []
+    before = layer.weight
+    layer.to_empty(device="cpu")
+    assert layer.weight is not before
+    assert is_delayed(layer.weight)
+    nn.init.ones_(layer.weight)
+    layer.register_wgrad_accumulation_and_reduce_hooks(lambda: told.append("the original"))
+    twin = copy.deepcopy(layer)
+    assert is_delayed(twin.weight)
+    twin(torch.ones(1, 2)).sum().backward()
+    twin.backward_dw()
+    assert twin.weight.grad is not None
+    assert told == []

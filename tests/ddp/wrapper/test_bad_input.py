@@ -451,3 +451,49 @@ def test_a_fused_layer_without_a_wrapper_is_named() -> None:
 def test_norms_of_no_wrapper_are_refused() -> None:
     with pytest.raises(ValueError, match="clip_grad_norm: no wrapper was given"):
         clip_grad_norm([], 1.0)
+
+
+# ---- What ranks may have of their own, and what not. ----
+
+
+def of_rank(what: str) -> nn.Module:
+    rank = dist.get_rank()
+    if what == "dtype":
+        return nn.Linear(2, 2, dtype=torch.bfloat16 if rank else torch.float32)
+    model = nn.Linear(*((3, 2) if rank else (2, 3)), bias=False) if what == "shape" else nn.Linear(2, 2)
+    if what == "buffer":
+        model.register_buffer("steps", torch.zeros(1 + rank))
+    return model
+
+
+@pytest.mark.parametrize(("what", "text"), [("dtype", "'bias' torch.float32"), ("shape", r"'weight' .*\[3, 2\]")])
+def test_parameters_that_only_look_alike_in_their_bucket_are_refused(what: str, text: str) -> None:
+    """Their gradients have one dtype and one number of elements."""
+
+    def wrap_it() -> None:
+        with pytest.raises(ValueError, match=rf"the model differs between ranks .*{text}"):
+            DistributedDataParallel(of_rank(what))
+
+    simulate(wrap_it, 2)
+
+
+def test_buffers_of_each_rank_stay_without_init_sync() -> None:
+    def wrap_it() -> None:
+        with pytest.raises(ValueError, match=r"the model differs between ranks .*buffer 'steps'"):
+            DistributedDataParallel(of_rank("buffer"))
+        model = DistributedDataParallel(of_rank("buffer"), init_sync=False).module
+        assert len(model.steps) == 1 + dist.get_rank()
+
+    simulate(wrap_it, 2)
+
+
+def test_frozen_experts_are_experts() -> None:
+    def wrap_it() -> None:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False))
+        for param in model[1].parameters():
+            param.allreduce = False
+            nn.init.constant_(param, dist.get_rank())
+        DistributedDataParallel(model, expert_process_group=WORLD_OF_ONE)
+        assert model[1].weight.eq(dist.get_rank()).all()
+
+    simulate(wrap_it, 2)
