@@ -562,7 +562,7 @@ def test_what_other_rooms_say_is_compared(monkeypatch: pytest.MonkeyPatch) -> No
         lambda: model[0].weight.register_hook(lambda grad: None),
     ]
     for change in changes:
-        state = HostState(lambda: None, model, [outside], "cpu", lambda: tuple(beside))
+        state = surroundings.Surroundings(model, [outside], "cpu", lambda: tuple(beside))
         assert state.change() is None
         change()
         assert state.change() is not None
