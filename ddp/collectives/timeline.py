@@ -171,7 +171,6 @@ class Timeline(Observer):
         self._forward_starts: list[Mark] = []  # of the running forwards, outermost first
         self._backward_start: Mark | None = None
         self._ready: dict[str, Mark] = {}  # by name of a bucket that is ready and not launched
-        self._closed = False
         # gloo's work objects do not say when they ended: a thread waits for them in launch order. Collectives of
         # simulated ranks run on the ranks' own threads, and end when somebody waits.
         self._watcher = ThreadPoolExecutor(max_workers=1) if collectives_have_threads else None
@@ -233,12 +232,13 @@ class Timeline(Observer):
     def wait(self, bucket: str, collective: str, order: Callable[[], object]) -> None:
         start = self.mark()
         order()
-        if not self._closed:  # a handle may be waited for after the recording
-            self._record(self.waits, WaitSpan, bucket, collective, start, self.mark())
+        self._record(self.waits, WaitSpan, bucket, collective, start, self.mark())
 
     def close(self) -> None:
-        """Turn marks into seconds. Waits for collectives under way; a collective that failed gets no span."""
-        self._closed = True
+        """Turn marks into seconds. Waits for collectives under way; a collective that failed gets no span.
+
+        What is waited for after it is no more in ``waits``.
+        """
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         if self._watcher is not None:

@@ -156,6 +156,7 @@ def test_bad_gradients_are_named_on_all_ranks_and_leave_no_trace(
         )
         assert ("the first of 1 such" in message) == (layer == "first"), "the delayed one is nobody else's trouble"
         assert message.endswith("call model.zero_grad() to go on without this iteration")
+        assert "ranks have such" not in message, "one rank has"
 
 
 def test_a_step_alone_updates_no_bucket_where_the_last_one_is_bad() -> None:

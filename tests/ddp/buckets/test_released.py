@@ -581,6 +581,21 @@ def test_a_dropped_model_is_freed_without_the_collector(ranks: int) -> None:
 # ---- What programs see of main_grad. ----
 
 
+def asks_first() -> None:
+    layer = Linear(WIDTH, WIDTH, fuse_wgrad_accumulation=True)
+    config = DistributedDataParallelConfig(use_distributed_optimizer=True, release_grads=True)
+    model = DistributedDataParallel(layer, config)
+    assert not layer.weight.get_main_grad().any()
+    assert held(model)
+    model.zero_grad()
+    assert held(model) == 0, "given up"
+
+
+def test_who_asks_for_main_grad_before_a_backward_gets_zeros() -> None:
+    with stale_memory():
+        simulate(asks_first, 2)
+
+
 def reads_main_grad() -> None:
     run = Run(released=True)
     weight = run.module.first.weight

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from maingrad.ddp.collectives import failure_report
-from maingrad.ddp.collectives.failure_report import ask_others
+from maingrad.ddp.collectives.failure_report import CollectiveError, ask_others, with_more_text
 
 
 def test_ranks_without_a_report_are_silent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,3 +82,14 @@ def test_long_lists_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     silent, (line,) = ask_others(dist.HashStore(), 0, 1000, "all_reduce of bucket 0")
     assert len(silent) == 999
     assert "rank 8 and 991 more: look whether" in line
+
+
+def test_more_text_leaves_an_error_what_it_is() -> None:
+    """A program catches it by its class, and asks a failed collective which ranks are silent."""
+    report = with_more_text(CollectiveError("rank 3 waited", rank=3, silent=[1]), "; the model is overwritten")
+    assert isinstance(report, CollectiveError)
+    assert (str(report), report.rank, report.silent) == ("rank 3 waited\n  the model is overwritten", 3, (1,))
+    error = with_more_text(FileNotFoundError("no file"), "; more")
+    assert (type(error), str(error)) == (FileNotFoundError, "no file; more")
+    interrupt = KeyboardInterrupt()
+    assert with_more_text(interrupt, "; more") is interrupt

@@ -71,3 +71,17 @@ def test_more_processes_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "2")
     with pytest.raises(RuntimeError, match="LOCAL_RANK=2, and this process sees 2 GPU"):
         init_process_group()
+
+
+@pytest.mark.parametrize(("name", "missing"), [("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")])
+def test_half_of_a_launchers_environment_is_not_taken_for_none(
+    name: str, missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of several ranks would train alone."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for each in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(each, raising=False)
+    monkeypatch.setenv(name, "1")
+    with pytest.raises(ValueError, match=f"environment variable {missing} expected"):
+        init_process_group()
+    assert not dist.is_initialized()

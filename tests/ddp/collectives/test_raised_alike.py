@@ -18,6 +18,8 @@ from maingrad.ddp import (
     load_checkpoint,
     save_checkpoint,
 )
+from maingrad.ddp.collectives.failure_report import run_on_all_ranks
+from maingrad.ddp.collectives.rank_grid import make_grid
 from maingrad.launch import simulate
 
 ZERO1 = DistributedDataParallelConfig(use_distributed_optimizer=True)
@@ -201,3 +203,36 @@ def test_a_path_that_only_the_other_ranks_have(verb: str, tmp_path: Path) -> Non
 
     check(simulate(call, 3), "TypeError: expected str, bytes or os.PathLike object, not NoneType")
     assert not list(tmp_path.iterdir())
+
+
+# ---- Which error all ranks raise. ----
+
+RAISED: dict[str, tuple[list[Exception | None], str]] = {
+    "one on all": ([ValueError("bad")] * 3, "ValueError: bad"),
+    "on some": ([None, TypeError("bad"), TypeError("bad")], "TypeError: bad (on rank 1)"),
+    "another on each": ([ValueError("a"), ValueError("b"), ValueError("c")], "ValueError: a (on rank 0)"),
+    "of another class on one": ([OSError("bad"), ValueError("bad"), OSError("bad")], "OSError: bad (on rank 0)"),
+    "of a narrow class": ([None, None, FileNotFoundError("gone")], "FileNotFoundError: gone (on rank 2)"),
+    "of a class that is not sent": ([None, ZeroDivisionError("by 0"), None], "RuntimeError: by 0 (on rank 1)"),
+    "without a text": ([None, AssertionError(), None], "RuntimeError: AssertionError (on rank 1)"),
+}
+
+
+@pytest.mark.parametrize("what", RAISED)
+def test_all_ranks_raise_the_first_ranks_error(what: str) -> None:
+    errors, expected = RAISED[what]
+
+    def on_each_rank() -> str:
+        error = errors[dist.get_rank()]
+
+        def action() -> None:
+            if error is not None:
+                raise type(error)(*error.args)
+
+        with pytest.raises(Exception, match=r".") as raised:
+            run_on_all_ranks(action, make_grid(None).axes, None, "a look")
+        cause = raised.value.__cause__
+        assert type(cause) is type(error), "a rank's own error is the cause"
+        return f"{type(raised.value).__name__}: {raised.value}"
+
+    assert simulate(on_each_rank, 3) == [expected] * 3

@@ -105,6 +105,7 @@ def grid_of(make: Callable[[], Any], instances: int, members: Ranks) -> Any:
         members = given.mesh.flatten().tolist()
     grid = make_grid(given, num_instances=instances)
     inner, outer, inner_rank, outer_rank = described(grid)
+    inner_group = grid.inner
     assert inner is not None
     assert inner[inner_rank] == dist.get_rank()
     assert outer is None or outer[outer_rank] == dist.get_rank()
@@ -112,6 +113,8 @@ def grid_of(make: Callable[[], Any], instances: int, members: Ranks) -> Any:
     assert grid.inner_size == len(inner)
     assert [group.size() for group in grid.axes] == [len(axis) for axis in (inner, outer) if axis and len(axis) > 1]
     assert grid.gather is grid.inner, "no communicator more than needed"
+    if isinstance(given, DeviceMesh):
+        assert make_grid(given, num_instances=instances).inner is inner_group, "one for all units that get the mesh"
 
     # Sums go over all members, whatever the axes; broadcasts come from the first.
     assert grid.sum(torch.tensor(2.0 ** dist.get_rank())) == sum(2.0**rank for rank in members)

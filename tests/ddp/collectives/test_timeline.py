@@ -79,6 +79,8 @@ def test_gathers_and_reductions_are_kept_apart(threads: bool) -> None:
     assert (gather.bucket, gather.collective, gather.nbytes) == ("bucket 0", "all_gather", 64)
     assert gather.finished - gather.launched >= 0.99 * NAP
     assert [wait.collective for wait in timeline.waits] == ["reduce_scatter", "all_gather", "all_to_all", "all_reduce"]
+    ends = [timeline.buckets[0].finished, gather.finished, *(span.finished for span in timeline.buckets[1:])]
+    assert all(end <= wait.end for end, wait in zip(ends, timeline.waits, strict=True)), "when somebody knew of it"
 
 
 def test_a_wait_is_as_long_as_somebody_stood_still(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,3 +163,13 @@ def test_a_failed_collective_fails_for_whoever_waits(threads: bool) -> None:
     slow(timeline, "all_gather", 0.0, "bucket 1").wait()
     timeline.close()
     assert [gather.bucket for gather in timeline.gathers] == ["bucket 1"], "what failed has no end to record"
+
+
+def test_named_stretches_are_recorded() -> None:
+    timeline = recording()
+    with timeline.phase("the update"):
+        time.sleep(NAP)
+    timeline.close()
+    (phase,) = timeline.phases
+    assert phase.name == "the update"
+    assert phase.end - phase.start >= NAP

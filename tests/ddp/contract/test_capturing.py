@@ -10,12 +10,16 @@ from torch import Tensor, nn
 from maingrad.ddp import DistributedDataParallel
 from maingrad.ddp.contract.capturing import (
     BackwardCapture,
+    CapturedTarget,
     Delivery,
     FirstWrites,
     noting,
     open_deliveries,
     settle_kept,
 )
+from maingrad.ddp.contract.delayed import DelayedTarget
+from maingrad.ddp.contract.grouped_wgrad import GroupedWgrad
+from maingrad.ddp.contract.main_grad import WgradTarget
 from maingrad.te_integration import Linear, WgradQueue, make_graphed_callables
 
 
@@ -66,9 +70,9 @@ def test_a_replays_first_write_begins_with_nothing_and_others_add(in_order: bool
     delivery, main_grad = captured(layer.weight, in_order=in_order), layer.weight.main_grad
     main_grad.fill_(7)  # of the last iteration
     ddp.records[0].reset()
-    for expected in (1, 2):
+    for value, expected in ((1, 1), (5, 6)):
         kept = open_deliveries([delivery], 1)
-        main_grad.copy_(torch.ones(2, 2) + (0 if in_order else main_grad))  # the replay
+        main_grad.copy_(torch.full((2, 2), value) + (0 if in_order else main_grad))  # the replay
         settle_kept(kept)
         assert main_grad.tolist() == [[expected] * 2] * 2
 
@@ -117,3 +121,60 @@ def test_delayed_gradients_of_a_replay_are_added_when_the_queue_is_drained() -> 
         noting(capture),
     ):
         pass
+
+
+def test_a_weight_of_which_others_have_a_part_is_never_overwritten() -> None:
+    """A module of others may have written it before."""
+    layer = nn.Linear(2, 2, bias=False)
+    ddp = DistributedDataParallel(layer)
+    assert not ddp.records[0].first_write_overwrites
+    delivery = Delivery("layer", [layer.weight], fused=True, queue=None, compute=lambda overwrites: [None])
+    delivery.compute(FirstWrites(in_order=True))
+    assert delivery.overwrites == (False,)
+
+
+def test_delayed_gradients_of_a_replay_go_into_main_grad_of_a_wrapped_weight() -> None:
+    layer, queue = nn.Linear(2, 2, bias=False), WgradQueue()
+    ddp = DistributedDataParallel(layer)
+    delivery = Delivery(
+        "layer", [layer.weight], fused=False, queue=weakref.ref(queue), compute=lambda overwrites: [torch.ones(2, 2)]
+    )
+    delivery.compute(FirstWrites(in_order=True))
+    for microbatch in range(2):
+        delivery.put(lambda: None, (torch.ones(1),), microbatch)
+    queue.drain()
+    assert layer.weight.main_grad.tolist() == [[2, 2]] * 2
+    assert ddp.records[0].late_sum is None
+
+
+OFFSETS = torch.tensor([0, 1, 2], dtype=torch.int32)
+DY, X = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[1.0, 1.0], [2.0, 2.0]])
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("wanted", [[True, False], [False, True], [True, True]])
+def test_a_capture_computes_the_gradients_that_are_wanted(wanted: list[bool], fused: bool) -> None:
+    """Of two experts, of which one may be frozen."""
+    model = nn.ParameterList(nn.Parameter(torch.zeros(2, 2)) for _ in range(2))
+    weights, queue = list(model), WgradQueue()
+    kept = DistributedDataParallel(model) if fused else None
+    for weight in weights if fused else ():
+        weight.main_grad.fill_(7)
+    options = (weights, ["one", "two"], GroupedWgrad(weights), "layer")
+    eager = WgradTarget(*options) if fused else DelayedTarget(*options, fused=False, queue=queue)
+    capture = BackwardCapture(FirstWrites(in_order=False), weights)
+    target = CapturedTarget(eager, weakref.ref(capture))
+    assert target.deliver(target.resolve(wanted), (DY, X, OFFSETS), 1) == [None, None]
+    (delivery,) = capture.deliveries
+    assert delivery.weights == tuple(weight for weight, want in zip(weights, wanted, strict=True) if want)
+    if not fused:
+        delivery.compute(FirstWrites(in_order=False))
+        delivery.put(lambda: None, (torch.ones(1),), 1)
+        queue.drain()
+    parts = [DY[:1].T @ X[:1], DY[1:].T @ X[1:]]
+    for weight, part, want in zip(weights, parts, wanted, strict=True):
+        if fused:
+            assert torch.equal(weight.main_grad, part + 7 if want else torch.full((2, 2), 7.0))
+        else:
+            assert torch.equal(weight.grad, part) if want else weight.grad is None
+    del kept

@@ -1,5 +1,6 @@
 """Entries of delayed weight gradients by themselves: without a wrapper of ours, where nobody else counts them."""
 
+import copy
 import gc
 import weakref
 from collections.abc import Sequence
@@ -10,7 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from maingrad.ddp import DistributedDataParallel
-from maingrad.ddp.contract.delayed import DelayedWgrad, absorb_late_sum, add_to_grad, compute_pending, live_queue
+from maingrad.ddp.contract.delayed import (
+    DelayedTarget,
+    DelayedWgrad,
+    absorb_late_sum,
+    add_to_grad,
+    compute_pending,
+    live_queue,
+)
+from maingrad.ddp.contract.grouped_wgrad import GroupedWgrad
+from maingrad.ddp.contract.main_grad import is_delayed
 from maingrad.ddp.contract.record import GradRecord
 from maingrad.te_integration import Linear, WgradQueue
 
@@ -109,6 +119,29 @@ def test_unfused_gradients_of_one_microbatch_go_into_main_grad_together() -> Non
     assert record.late_sum is None
 
 
+def test_unfused_gradients_do_not_wait_for_those_of_later_microbatches() -> None:
+    layer = nn.Linear(2, 1, bias=False)
+    ddp = DistributedDataParallel(layer)
+    (record,) = ddp.records
+    entries = [DelayedWgrad(lambda *_: None, (torch.ones(1),), [record], "layer", 0) for _ in range(2)]
+    for number, entry in enumerate(entries):
+        entry.pending.microbatch = number
+    for number, entry in enumerate(entries):
+        add_to_grad(layer.weight, torch.tensor([[1.0, 2.0]]), record)
+        absorb_late_sum(layer.weight, record, entry)
+        assert record.late_sum is None
+        assert layer.weight.main_grad.tolist() == [[number + 1, 2 * number + 2]]
+        entry.run()
+
+
+def test_unfused_gradients_are_computed_in_the_weights_dtype() -> None:
+    layer = Linear(3, 2, bias=False, dtype=torch.float64, delay_wgrad_compute=True)
+    x = torch.rand(4, 3, dtype=torch.float64)
+    layer(x).sum().backward()
+    layer.backward_dw()
+    torch.testing.assert_close(layer.weight.grad, x.sum(0).expand(2, 3), rtol=1e-14, atol=0)
+
+
 def test_pending_gradients_are_computed_in_bucket_order_and_each_once() -> None:
     done: list[int] = []
     records = [
@@ -143,3 +176,41 @@ def test_functions_that_were_registered_run_behind_each_backward_dw() -> None:
     layer(torch.ones(2, 4)).sum().backward()
     layer.backward_dw()
     assert seen == [True, False]
+
+
+def test_a_target_serves_its_weights_and_its_queue() -> None:
+    """A forward keeps the last one's target where nothing is other; and a queue drops what nobody can compute whole."""
+    weights, queue = [nn.Parameter(torch.zeros(2, 2)) for _ in range(2)], WgradQueue()
+    target = DelayedTarget(weights, ["one", "two"], GroupedWgrad(weights), "layer", fused=False, queue=queue)
+    assert target.serves(weights, queue)
+    assert not target.serves(weights, WgradQueue())
+    assert not target.serves(weights, None)
+    assert not target.serves(weights[::-1], queue)
+    assert not target.serves(weights[:1], queue)
+    entries: list[DelayedWgrad] = []
+    put = queue.put
+    queue.put = lambda entry: (entries.append(entry), put(entry))  # type: ignore[method-assign, func-returns-value]
+    rows = torch.ones(2, 2)
+    target.deliver(target.resolve([True, True]), (rows, rows, torch.tensor([0, 1, 2], dtype=torch.int32)), 1)
+    assert [id(weight) for weight in entries[0].weights()] == [id(weight) for weight in weights]
+    del weights[1]
+    gc.collect()
+    assert entries[0].weights() == []
+    assert entries[0].is_orphaned
+
+
+def test_parameters_that_are_made_anew_are_marked_and_a_copy_tells_nobody() -> None:
+    """Foreign providers read the mark when they wrap; what they have registered is for the layer that they wrapped."""
+    layer, told = Linear(2, 2, bias=False, delay_wgrad_compute=True, device="meta"), []
+    before = layer.weight
+    layer.to_empty(device="cpu")
+    assert layer.weight is not before
+    assert is_delayed(layer.weight)
+    nn.init.ones_(layer.weight)
+    layer.register_wgrad_accumulation_and_reduce_hooks(lambda: told.append("the original"))
+    twin = copy.deepcopy(layer)
+    assert is_delayed(twin.weight)
+    twin(torch.ones(1, 2)).sum().backward()
+    twin.backward_dw()
+    assert twin.weight.grad is not None
+    assert told == []

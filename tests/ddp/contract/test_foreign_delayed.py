@@ -4,12 +4,12 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from foreign import DELAYED_FORMS, ForeignDelayedLinear
+from foreign import DELAYED_FORMS, ForeignDelayedLinear, ForeignProvider
 from loops import has_no_own_grad
 from torch import nn
 
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig
-from maingrad.te_integration import Linear
+from maingrad.te_integration import Linear, WgradQueue, delayed_wgrad
 
 
 def build(form: str) -> nn.Sequential:
@@ -86,3 +86,36 @@ def test_5_their_second_use_in_a_forward_is_refused_when_it_is_computed(form: st
     model[1].layer.backward_dw()
     with pytest.raises(RuntimeError, match=r"'1.layer.weight': ForeignDelayedLinear.backward_dw\(\) ran more often"):
         model[1].layer.backward_dw()
+
+
+def test_weights_of_a_foreign_provider_are_not_delayed_by_a_block() -> None:
+    """It has asked at its wrap what is delayed, and would reduce them in backward."""
+    layer, queue = Linear(4, 4, bias=False, fuse_wgrad_accumulation=True), WgradQueue()
+    ForeignProvider(layer)
+    with delayed_wgrad(queue), pytest.raises(RuntimeError, match="over a weight whose main_grad a foreign provider"):
+        layer(torch.ones(1, 4))
+    assert len(queue) == 0
+    layer(torch.ones(1, 4)).sum().backward()
+
+
+class TiedToAnother(nn.Module):
+    def __init__(self, first: nn.Linear) -> None:
+        super().__init__()
+        self.first, self.second = first, nn.Linear(6, 6, bias=False)
+        self.second.weight = first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x))
+
+
+def test_a_weight_that_another_layer_shares_gets_both_gradients() -> None:
+    """``backward_dw`` assigns ``.grad``, over what the other layer's backward has left there."""
+    model = TiedToAnother(ForeignDelayedLinear(6, 6, fused=False))
+    twin = TiedToAnother(nn.Linear(6, 6, bias=False))
+    twin.load_state_dict(model.state_dict())
+    ddp = DistributedDataParallel(model)
+    ddp(batch(0)).square().sum().backward()
+    backward_dw(model)
+    ddp.finish_grad_sync()
+    twin(batch(0)).square().sum().backward()
+    torch.testing.assert_close(model.first.weight.main_grad, twin.first.weight.grad)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig
+from maingrad.ddp.contract.main_grad import forget_failed_backward, is_fusable, open_for_write
 from maingrad.ddp.contract.record import check_accumulator
 from maingrad.launch import simulate
 from maingrad.te_integration import GroupedLinear, Linear
@@ -235,3 +236,76 @@ def test_a_kernel_can_add_to_what_is_taken(kind: str, rows_apart: bool) -> None:
 def test_dims_of_one_element_may_have_any_stride() -> None:
     weight, flat = torch.zeros(1, 3, 1), torch.zeros(20)
     check_accumulator("layer", weight, flat.as_strided((1, 3, 1), (0, 2, 1)), True)
+    overlapping = flat.as_strided((2, 1, 4), (3, 2, 1))
+    with pytest.raises(RuntimeError, match="adjacent columns"):
+        check_accumulator("layer", torch.zeros(2, 1, 4), overlapping, True)
+
+
+# ---- Which weights' gradients a module may write itself. ----
+
+
+def of_leaf(**options: Any) -> Tensor:
+    return torch.zeros(2, 2, **{"requires_grad": True, **options})
+
+
+def with_a_hook() -> Tensor:
+    weight = of_leaf()
+    weight.register_hook(lambda grad: grad)
+    return weight
+
+
+def computed(provided: bool) -> Tensor:
+    weight = of_leaf() * 2
+    if provided:
+        weight.main_grad = torch.zeros(2, 2)  # type: ignore[attr-defined]
+    return weight
+
+
+WRITTEN: dict[str, tuple[Callable[[], Tensor], bool]] = {
+    "plain": (of_leaf, True),
+    "bf16": (lambda: of_leaf(dtype=torch.bfloat16), True),
+    "frozen": (lambda: of_leaf(requires_grad=False), False),
+    "complex": (lambda: of_leaf(dtype=torch.complex64), False),
+    "with a hook": (with_a_hook, False),
+    "computed": (lambda: computed(provided=False), False),
+    "computed, and whoever computes it provides": (lambda: computed(provided=True), True),
+}
+
+
+@pytest.mark.parametrize("kind", WRITTEN)
+def test_which_gradients_a_module_writes_itself(kind: str) -> None:
+    make, fusable = WRITTEN[kind]
+    assert is_fusable(make()) is fusable
+
+
+# ---- What is left on weights. ----
+
+
+def test_a_foreign_overwrite_is_for_the_first_write_of_each_backward() -> None:
+    weight = of_leaf()
+    assert not open_for_write(weight, None, 1)
+    weight.overwrite_main_grad = True  # type: ignore[attr-defined]
+    assert [open_for_write(weight, None, backward) for backward in (2, 2, 3, 3)] == [True, False, True, False]
+
+
+def test_a_failed_backward_leaves_nothing_on_its_weights() -> None:
+    layer = nn.Linear(2, 2)
+    ddp = DistributedDataParallel(layer)
+    record = ddp.records[0]
+    param = ddp.bucket_params[0].owned.param
+    record.consumer_wrote, record.late_sum, param.grad_added_to_main_grad = True, torch.ones(2), True
+    assert forget_failed_backward(param)
+    assert (record.consumer_wrote, record.late_sum, param.grad_added_to_main_grad) == (False, None, False)
+    assert not forget_failed_backward(param)
+
+
+def test_what_was_computed_from_a_weight_is_kept_while_gradients_are_summed() -> None:
+    ddp = DistributedDataParallel(nn.Linear(2, 2))
+    (record, _), ahead = ddp.records, object()
+    record.of_weight, record.ahead = "a quantised copy", ahead
+    record.close("was launched")
+    assert record.of_weight is None
+    record.of_weight = "another one"
+    record.reset()
+    assert record.of_weight is None
+    assert record.ahead is None

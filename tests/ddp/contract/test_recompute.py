@@ -8,7 +8,7 @@ as ever and a late contribution raises; two gloo ranks then show that nothing is
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -179,6 +179,18 @@ def test_a_segment_behind_outputs_in_a_dataclass_is_seen() -> None:
     ddp.finish_grad_sync()
     plain = Model("inside_then_outside", fused=False, reentrant=None)
     assert_reduced_to(ddp, plain_grads(plain, BATCHES[0, :1], loss_of, scale=1.0))
+
+
+def test_a_class_among_the_outputs_is_no_output() -> None:
+    class ReturnsItsClass(nn.Linear):
+        def forward(self, x: Tensor) -> Any:
+            return {"states": super().forward(x), "kind": Output}
+
+    ddp = DistributedDataParallel(ReturnsItsClass(2, 2), DistributedDataParallelConfig(overlap_grad_reduce=True))
+    outputs = ddp(torch.ones(1, 2))
+    assert outputs["kind"] is Output
+    outputs["states"].sum().backward()
+    assert ddp.module.weight.grad.sum() == 4
 
 
 @pytest.mark.in_turn

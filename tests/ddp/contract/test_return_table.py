@@ -237,6 +237,31 @@ def test_each_expert_that_is_wanted_gets_its_gradient(wanted: tuple[bool, ...]) 
         assert each is None or torch.equal(each, part)
 
 
+@pytest.mark.parametrize(
+    ("operands", "wanted"),
+    [
+        (torch.bfloat16, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float32, torch.bfloat16),
+        (torch.float64, torch.float64),
+    ],
+)
+@pytest.mark.parametrize("packed", [False, True])
+def test_sums_of_experts_are_rounded_once_to_the_dtype_that_is_wanted(
+    packed: bool, operands: torch.dtype, wanted: torch.dtype
+) -> None:
+    dy, x = (DY / 3).to(operands), (X / 3).to(operands)
+    exact = [dy[first:end].double().T @ x[first:end].double() for first, end in ((0, 2), (2, 2), (2, 5))]
+    product = GroupedWgrad([torch.zeros(3, 3, 4)] if packed else WEIGHTS)
+    found = product.gradients([True] * (1 if packed else 3), wanted, dy, x, OFFSETS)
+    parts = found[0].unbind() if packed and found[0] is not None else found
+    for part, expected in zip(parts, exact, strict=True):
+        assert part is not None
+        assert part.dtype is wanted
+        eps = torch.finfo(wanted).eps
+        torch.testing.assert_close(part.double(), expected, rtol=eps, atol=eps)
+
+
 def test_a_packed_weight_has_one_gradient() -> None:
     product = GroupedWgrad([torch.zeros(3, 3, 4)])
     (found,) = product.gradients([True], torch.bfloat16, DY, X, OFFSETS)

@@ -43,6 +43,16 @@ def test_equal_objects_have_one_class_and_equal_attributes() -> None:
     assert first != "a string"
 
 
+class OneSlot(ComparedByState):
+    __slots__ = "scale"
+
+
+def test_a_slot_that_is_named_alone_is_compared() -> None:
+    one, other = OneSlot(), OneSlot()
+    one.scale, other.scale = 1, 2
+    assert one != other
+
+
 def test_a_dataclass_compares_what_its_fields_leave_out() -> None:
     assert Fields(1) == Fields(1)
     assert Fields(1, beside=1) != Fields(1)

@@ -13,6 +13,7 @@ from maingrad.ddp import (
     DistributedOptimizer,
     GraphedTrainingStep,
 )
+from maingrad.ddp.graphs.step_options import StepOptions
 from maingrad.fsdp import fully_shard
 from maingrad.launch import simulate
 
@@ -260,7 +261,7 @@ def test_arguments_that_a_replay_could_not_follow(argument: Callable[[], Any], m
     with pytest.raises((TypeError, ValueError), match=message):
         step(torch.ones(3, 8).bfloat16(), argument())
     x = torch.ones(3, 8).bfloat16()
-    for value in (None, torch.bfloat16, torch.relu, {"a": (1, "b", None)}):
+    for value in (None, torch.bfloat16, torch.relu, lambda: 1, nn.ReLU(), {"a": (1, "b", None)}):
         step(x, value)
 
 
@@ -309,3 +310,28 @@ def test_two_backwards_outside_no_sync(config: dict[str, Any]) -> None:
         return model.params()
 
     check_equal(program)
+
+
+def test_loaded_state_is_brought_to_where_kernels_read_it() -> None:
+    """Also that of before the first step, which has none; of another shape it is refused, and not stretched."""
+    weight = nn.Parameter(torch.zeros(3))
+    optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
+    weight.grad = torch.ones(3)
+    optimizer.step()
+    options = StepOptions(optimizer, torch.device("cpu"))
+    options.record_state()
+    kept, state = optimizer.state[weight]["momentum_buffer"], optimizer.state[weight]
+    state["momentum_buffer"] = torch.full((3,), 2.0)
+    options.load()
+    assert state["momentum_buffer"] is kept
+    assert kept.tolist() == [2, 2, 2]
+    del state["momentum_buffer"]
+    options.load()
+    assert state["momentum_buffer"] is kept
+    assert kept.tolist() == [0, 0, 0]
+    for other in (torch.ones(1), 1.0):
+        state["momentum_buffer"] = other
+        with pytest.raises(RuntimeError, match="'momentum_buffer' has another shape than in the capture"):
+            options.load()
+    options.forget_state()
+    options.load()

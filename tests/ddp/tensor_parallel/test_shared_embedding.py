@@ -139,13 +139,6 @@ def refused(what: str) -> str:
         with pytest.raises(ValueError, match="0 have it") as raised:
             DistributedDataParallel(nn.Linear(2, 2), process_group=alone, embedding_group=pipeline)
         return str(raised.value)
-    if stage != 1 and what == "another shape":
-        word = nn.Linear(2, 2 + stage, bias=False)
-        word.weight.shared_embedding = True
-        group = dist.new_group([dist.get_rank() % 2, dist.get_rank() % 2 + 4], use_local_synchronization=True)
-        with pytest.raises(ValueError, match="shared embedding differs between ranks") as raised:
-            DistributedDataParallel(word, process_group=alone, embedding_group=group)
-        return str(raised.value)
     if stage != 1 and what == "the norm of a stage":
         with pytest.raises(ValueError, match="copies of the shared embedding") as raised:
             DistributedOptimizer(model, lr=0.1, max_grad_norm=1.0)
@@ -158,6 +151,48 @@ def refused(what: str) -> str:
     return "nothing to refuse"
 
 
-@pytest.mark.parametrize("what", ["a group without a copy", "another shape", "the norm of a stage"])
+@pytest.mark.parametrize("what", ["a group without a copy", "the norm of a stage"])
 def test_what_would_part_the_copies_is_refused(what: str) -> None:
     assert any(text != "nothing to refuse" for text in simulate(refused, 6, what))
+
+
+COPIES: dict[str, tuple[torch.dtype, dict[str, Any], dict[str, Any], str]] = {
+    "another shape": (torch.float32, {"out_features": 6}, {}, r"\[6, 4\] torch.float32 with"),
+    "another dtype": (torch.bfloat16, {"dtype": torch.float32}, {}, "torch.float32 with torch.float32 gradients"),
+    "gradients of another dtype": (
+        torch.bfloat16, {}, {"grad_reduce_in_fp32": False}, "torch.bfloat16 with torch.bfloat16 gradients"
+    ),
+    "other shards": (torch.float32, {}, {"use_distributed_optimizer": False}, "in 1 shards"),
+}  # fmt: skip
+"""dtype of the first stage's copy; what the last stage's has in its place; its configuration; and the error's end."""
+
+
+def copies_that_differ(what: str) -> None:
+    """Ranks 0 and 1 are the first stage, 2 and 3 the last one."""
+    rank, (dtype, features, config, text) = dist.get_rank(), COPIES[what]
+    first = rank < 2
+    data = dist.new_group([0, 1] if first else [2, 3], use_local_synchronization=True)
+    ends = dist.new_group([rank % 2, rank % 2 + 2], use_local_synchronization=True)
+    options = {"in_features": 4, "out_features": 4, "bias": False, "dtype": dtype, **({} if first else features)}
+    word = nn.Linear(**options)
+    word.weight.shared_embedding = True
+    zero1 = DistributedDataParallelConfig(**{"use_distributed_optimizer": True, **({} if first else config)})
+    with pytest.raises(ValueError, match=rf"the shared embedding differs between ranks .*where rank \d has .*{text}"):
+        DistributedDataParallel(word, zero1, process_group=data, embedding_group=ends)
+
+
+@pytest.mark.parametrize("what", COPIES)
+def test_copies_that_cannot_be_summed_are_refused(what: str) -> None:
+    simulate(copies_that_differ, 4, what)
+
+
+def test_one_parameter_of_a_stage_is_shared() -> None:
+    def two() -> None:
+        net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        for layer in net:
+            layer.weight.shared_embedding = True
+        alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        with pytest.raises(ValueError, match="2 have it"):
+            DistributedDataParallel(net, process_group=alone, embedding_group=dist.group.WORLD)
+
+    simulate(two, 2)

@@ -72,6 +72,23 @@ def test_a_model_that_is_frozen_meanwhile_is_gone_through(when: str, options: di
     assert torch.equal(through, x.grad)
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_parameter_that_is_frozen_between_microbatches_keeps_what_it_has(overlap: bool) -> None:
+    """As in plain PyTorch, to the end of the iteration."""
+    ddp = wrap(make_model(), overlap_grad_reduce=overlap)
+    plain = plain_twin(ddp)
+    first, second = make_batches(2)
+    with ddp.no_sync():
+        loss_of(ddp, first).backward()
+    loss_of(plain, first).backward()
+    for net in (ddp.module, plain):
+        net[0].weight.requires_grad_(False)
+    for net in (ddp, plain):
+        loss_of(net, second).backward()
+    ddp.finish_grad_sync()
+    assert_same(main_grads(ddp), plain_grads(plain))
+
+
 def test_a_model_that_stays_frozen_is_not_reduced() -> None:
     """Its optimizer would move it by momentum and decay, with gradients of zero."""
     ddp = wrap(make_model())

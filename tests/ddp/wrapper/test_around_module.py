@@ -114,6 +114,8 @@ def test_a_copy_is_plain_and_has_what_was_set() -> None:
     twin = copy.deepcopy(ddp)
     assert type(twin) is Scaled
     assert twin.temperature == 3.0
+    one, other = copy.deepcopy([ddp, ddp.module])
+    assert one is other, "one model, whichever way it is held"
 
 
 def test_training_through_a_method_of_the_module() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from foreign import ForeignProvider
 from gloo import run_ranks
 from loops import FEATURES, assert_same, ddp_backward, loss_of, make_batches, make_model, weights, wrap
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from maingrad.ddp import (
+    WORLD_OF_ONE,
     DistributedDataParallel,
     DistributedDataParallelConfig,
     DistributedOptimizer,
@@ -70,6 +72,32 @@ def test_recording_the_order_leaves_gradients_and_random_numbers_alone() -> None
     for param, (grad, values) in zip(model.parameters(), before, strict=True):
         assert param.grad is grad
         assert torch.equal(grad, values)
+
+
+class Chain(nn.Module):
+    """Its first layer is used by no loss, and the last rank has the others in another order."""
+
+    def __init__(self, order: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({name: nn.Linear(2, 2, bias=False) for name in ("unused", "a", "b")})
+        self.order = order
+
+    def forward(self, x: Tensor) -> Tensor:
+        for name in self.order:
+            x = self.layers[name](x)
+        return x
+
+
+def test_the_recorded_order_is_that_of_the_first_of_the_ranks() -> None:
+    def on_each_rank() -> list[str]:
+        rank = dist.get_rank()
+        group = dist.new_group([1, 2])
+        ranks = WORLD_OF_ONE if rank == 0 else group
+        with torch.no_grad():  # as around the rest of a set-up
+            return recorded_backward_order(Chain("ab" if rank < 2 else "ba"), lambda model: model(X).sum(), ranks)
+
+    X = torch.ones(1, 2)
+    assert simulate(on_each_rank, 3) == [["layers.b.weight", "layers.a.weight", "layers.unused.weight"]] * 3
 
 
 def test_a_model_that_another_provider_owns_is_refused() -> None:
@@ -425,3 +453,49 @@ def test_a_fused_layer_without_a_wrapper_is_named() -> None:
 def test_norms_of_no_wrapper_are_refused() -> None:
     with pytest.raises(ValueError, match="clip_grad_norm: no wrapper was given"):
         clip_grad_norm([], 1.0)
+
+
+# ---- What ranks may have of their own, and what not. ----
+
+
+def of_rank(what: str) -> nn.Module:
+    rank = dist.get_rank()
+    if what == "dtype":
+        return nn.Linear(2, 2, dtype=torch.bfloat16 if rank else torch.float32)
+    model = nn.Linear(*((3, 2) if rank else (2, 3)), bias=False) if what == "shape" else nn.Linear(2, 2)
+    if what == "buffer":
+        model.register_buffer("steps", torch.zeros(1 + rank))
+    return model
+
+
+@pytest.mark.parametrize(("what", "text"), [("dtype", "'bias' torch.float32"), ("shape", r"'weight' .*\[3, 2\]")])
+def test_parameters_that_only_look_alike_in_their_bucket_are_refused(what: str, text: str) -> None:
+    """Their gradients have one dtype and one number of elements."""
+
+    def wrap_it() -> None:
+        with pytest.raises(ValueError, match=rf"the model differs between ranks .*{text}"):
+            DistributedDataParallel(of_rank(what))
+
+    simulate(wrap_it, 2)
+
+
+def test_buffers_of_each_rank_stay_without_init_sync() -> None:
+    def wrap_it() -> None:
+        with pytest.raises(ValueError, match=r"the model differs between ranks .*buffer 'steps'"):
+            DistributedDataParallel(of_rank("buffer"))
+        model = DistributedDataParallel(of_rank("buffer"), init_sync=False).module
+        assert len(model.steps) == 1 + dist.get_rank()
+
+    simulate(wrap_it, 2)
+
+
+def test_frozen_experts_are_experts() -> None:
+    def wrap_it() -> None:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False))
+        for param in model[1].parameters():
+            param.allreduce = False
+            nn.init.constant_(param, dist.get_rank())
+        DistributedDataParallel(model, expert_process_group=WORLD_OF_ONE)
+        assert model[1].weight.eq(dist.get_rank()).all()
+
+    simulate(wrap_it, 2)

@@ -128,6 +128,19 @@ def test_unwrap_gives_a_plain_module_back(config: dict[str, Any], live: bool) ->
     simulate(unwrapped, 2, config, live)
 
 
+@pytest.mark.parametrize("release_grads", [False, True])
+def test_unwrap_leaves_nothing_on_parameters(release_grads: bool) -> None:
+    def nothing_is_left() -> None:
+        first, second = nn.Linear(8, 8), nn.Linear(8, 8)
+        second.weight = first.weight
+        ddp = wrap(nn.Sequential(first, second), use_distributed_optimizer=True, release_grads=release_grads)
+        ddp(my_batches()[0]).sum().backward()
+        model = ddp.unwrap()
+        assert [vars(param) for param in model.parameters()] == [{}] * 3
+
+    simulate(nothing_is_left, 2)
+
+
 def test_unwrap_gives_up_what_is_under_way_but_for_delayed_gradients() -> None:
     def early() -> None:
         kept = []

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from loops import assert_same, loss_of, main_grads, make_batches, make_model, plain_grads, plain_twin, wrap
 from torch import Tensor, nn
 
+from maingrad.ddp.wrapper.parts import parts_of
 from maingrad.launch import simulate
 from maingrad.te_integration import WgradQueue, delayed_wgrad
 from maingrad.te_integration.pipeline import ScheduleExecutor, parse_order
@@ -201,8 +202,10 @@ def test_a_fused_layer_that_is_called_without_its_wrapper_may_have_added_already
 def test_gradients_are_discarded_when_all_parts_have_given_the_iteration_up() -> None:
     ddp = wrap(make_model())
     parts, (first, *_, last) = ddp.grad_parts, ddp.module
-    for part in (first, first, last):  # the first of two steps has failed
+    for part in (first, last, first):  # the first of two steps has failed
         parts.begin(part, part.parameters())
+    assert (parts.num_begun, parts.num_open) == (1, 1)
+    parts.begin(last, last.parameters())
     assert (parts.num_begun, parts.num_open) == (2, 2)
     with parts.backward(first, final=False):
         loss_of(ddp, make_batches(1)[0]).backward()
@@ -222,3 +225,83 @@ def test_a_part_of_a_changed_model_begins_no_step() -> None:
     ddp.module[0].weight = nn.Parameter(ddp.module[0].weight.detach().clone())
     with pytest.raises(RuntimeError, match=r"parameter '0\.weight' was replaced after wrapping"):
         ddp.grad_parts.begin(ddp.module[0], ddp.module[0].parameters())
+
+
+def test_other_parts_do_not_wait_for_one_that_has_failed() -> None:
+    ddp = wrap(make_model(), overlap_grad_reduce=True)
+    parts, (first, *_, last) = ddp.grad_parts, ddp.module
+    for part in (first, last):
+        parts.begin(part, ddp.module.parameters())
+    parts.leave(first)
+    assert (parts.num_begun, parts.num_open) == (2, 1)
+    with parts.backward(last, final=True):
+        loss_of(ddp, make_batches(1)[0]).backward()
+    parts.end(last)
+    assert {bucket.phase.value for bucket in ddp.buckets} == {"reducing"}
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_gradients_are_shown_when_all_parts_have_ended(overlap: bool) -> None:
+    ddp = wrap(make_model(), overlap_grad_reduce=overlap)
+    twin = plain_twin(ddp.module)
+    parts, (first, *_, last) = ddp.grad_parts, ddp.module
+    for part in (first, last):
+        parts.begin(part, ddp.module.parameters())
+    for part, batch in zip((first, last), make_batches(2), strict=True):
+        assert all(param.grad is None for param in ddp.parameters())
+        with parts.backward(part, final=True):
+            loss_of(ddp, batch).backward()
+        parts.end(part)
+        loss_of(twin, batch).backward()
+    assert [param.grad.norm() for param in ddp.parameters()] == [param.grad.norm() for param in twin.parameters()]
+
+
+def test_parts_under_no_sync_add_and_launch_nothing() -> None:
+    """A schedule runs several times for one step, as for microbatches that do not fit at once."""
+    ddp = wrap(make_model(), overlap_grad_reduce=True)
+    twin, parts, net = plain_twin(ddp.module), ddp.grad_parts, ddp.module
+
+    def run(batch: Tensor) -> None:
+        parts.begin(net, net.parameters())
+        with parts.backward(net, final=True):
+            loss_of(ddp, batch).backward()
+        parts.end(net)
+        loss_of(twin, batch).backward()
+
+    first, second = make_batches(2)
+    with ddp.no_sync():
+        run(first)
+    assert {bucket.phase.value for bucket in ddp.buckets} == {"accumulating"}
+    run(second)
+    ddp.finish_grad_sync()
+    assert_same(main_grads(ddp), plain_grads(twin))
+
+
+def test_the_end_of_a_part_refuses_what_no_hook_has_seen() -> None:
+    """A gradient that a schedule of others has computed, and put into ``.grad``."""
+    ddp = wrap(make_model(), overlap_grad_reduce=True)
+    net = ddp.module
+    ddp.grad_parts.begin(net, net.parameters())
+    net[0].weight.grad = torch.ones_like(net[0].weight)
+    with pytest.raises(RuntimeError, match=r"the end of a stage's step: a gradient of parameter '0\.weight' was put"):
+        ddp.grad_parts.end(net)
+
+
+def test_parts_begin_a_new_iteration_where_the_program_has_cleared_grad() -> None:
+    """A part may run past the wrapper's forward, which would do so."""
+    ddp = wrap(make_model())
+    loss_of(ddp, make_batches(1)[0]).backward()
+    assert all(param.grad is not None for param in ddp.parameters())
+    for param in ddp.parameters():
+        param.grad = None
+    ddp.grad_parts.begin(ddp.module, ddp.module.parameters())
+    assert ddp.is_clear
+    assert ddp.grad_parts.iteration == 1
+
+
+def test_parts_of_modules_around_wrappers_and_inside() -> None:
+    first, second = (wrap(make_model()) for _ in range(2))
+    around = nn.ModuleList([first, nn.Linear(2, 2), second])
+    assert parts_of([around]) == [first.grad_parts, second.grad_parts]
+    assert parts_of([second.module[0], second.module, first.module[3]]) == [second.grad_parts, first.grad_parts]
+    assert parts_of([nn.Linear(2, 2)]) == []

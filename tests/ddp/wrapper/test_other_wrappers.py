@@ -1,6 +1,7 @@
 """Two wrappers over one model, ours and torch's or ours twice: refused with both names, in either order."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from stock_fsdp2 import Unit, counted_writes
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard as shard_by_torch
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.utils.checkpoint import checkpoint
 
 from maingrad.ddp import DistributedDataParallel
 from maingrad.fsdp import fully_shard
@@ -248,3 +250,30 @@ def test_fused_products_add_to_what_torchs_fully_shard_sums() -> None:
         return written
 
     assert simulate(on_each_rank, 1) == [[False] * 2]
+
+
+def delayed_under_torch(ignored: bool, reentrant: bool) -> None:
+    model = nn.Sequential(Linear(4, 4, bias=False, delay_wgrad_compute=True), nn.Linear(4, 4))
+    if ignored:
+        TorchDDP._set_params_and_buffers_to_ignore_for_model(model, ["0.weight"])
+    wrapper = TorchDDP(model)
+    x = torch.ones(2, 4, requires_grad=True)
+    if reentrant:
+        plain = model[0].forward
+        model[0].forward = lambda x: checkpoint(plain, x, use_reentrant=True)
+    refused = (
+        nullcontext() if ignored else pytest.raises(RuntimeError, match=r"a delayed weight gradient under torch\.nn\.")
+    )
+    with refused:
+        wrapper(x).sum().backward()
+    assert model[0].weight.grad is None
+    if ignored:
+        model[0].backward_dw()
+        assert model[0].weight.grad.any()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("ignored", [False, True])
+def test_torchs_wrapper_reduces_nothing_that_is_delayed(ignored: bool, reentrant: bool) -> None:
+    """Refused, unless torch's wrapper was told to leave the parameter alone."""
+    simulate(delayed_under_torch, 1, ignored, reentrant)

@@ -1,0 +1,568 @@
+"""What ``HostState`` sees: each thing that a function's Python may read, changed once.
+
+``test_graphed_reads.py`` trains with the changes that programs make most; here every kind of them is seen at once.
+"""
+
+import argparse
+import array
+import collections
+import contextvars
+import dataclasses
+import functools
+import os
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
+
+from maingrad.ddp.graphs.host import surroundings
+from maingrad.ddp.graphs.host.host_state import HostState
+
+Case = Callable[[nn.Sequential], tuple[Callable[[], Any], Callable[[], Any]]]
+"""Takes the model; returns the function of a step, and what changes after it was looked at."""
+SEEN: dict[str, Case] = {}
+factor = 1.0
+
+
+def seen(made: Case) -> Case:
+    SEEN[made.__name__] = made
+    return made
+
+
+def look(function: Callable[[], Any], model: nn.Module) -> HostState:
+    trained = [param for param in model.parameters() if param.requires_grad]
+    return HostState(function, model, trained, "cpu", lambda: ())
+
+
+def make_model() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.ReLU())
+
+
+def halve() -> None:
+    global factor
+    factor = 0.5
+
+
+def changed_item(held: Any) -> Callable[[], None]:
+    return lambda: held.__setitem__(0, 0.5)
+
+
+# ---- Functions. ----
+
+
+def first_of(held: list[float], *, more: Any = None) -> float:
+    return held[0]
+
+
+@seen
+def argument_of_a_partial(model: nn.Module) -> Any:
+    held = [1.0]
+    return functools.partial(first_of, held), changed_item(held)
+
+
+@seen
+def keyword_of_a_partial(model: nn.Module) -> Any:
+    held = [1.0]
+    return functools.partial(first_of, [2.0], more=held), changed_item(held)
+
+
+@seen
+def function_of_a_partial(model: nn.Module) -> Any:
+    return functools.partial(lambda scale: scale * factor, 2.0), halve
+
+
+@seen
+def default(model: nn.Module) -> Any:
+    def step(scale: float = 1.0) -> float:
+        return scale
+
+    return step, lambda: setattr(step, "__defaults__", (0.5,))
+
+
+@seen
+def keyword_only_default(model: nn.Module) -> Any:
+    def step(*, scale: float = 1.0) -> float:
+        return scale
+
+    return step, lambda: setattr(step, "__kwdefaults__", {"scale": 0.5})
+
+
+@seen
+def attribute_of_a_function(model: nn.Module) -> Any:
+    def step() -> Any:
+        return step.scale  # type: ignore[attr-defined]
+
+    step.scale = 1.0  # type: ignore[attr-defined]
+    return step, lambda: setattr(step, "scale", 0.5)
+
+
+@seen
+def global_in_an_inner_function(model: nn.Module) -> Any:
+    return (lambda: [scale * factor for scale in (1.0, 2.0)] and (lambda: factor)()), halve
+
+
+@seen
+def global_that_is_only_written(model: nn.Module) -> Any:
+    return halve, halve
+
+
+@functools.lru_cache
+def remembered() -> float:
+    return factor
+
+
+@seen
+def function_behind_a_cache(model: nn.Module) -> Any:
+    return lambda: remembered(), halve
+
+
+@torch.no_grad()
+def without_gradients() -> float:
+    return factor
+
+
+@seen
+def function_behind_a_decorator(model: nn.Module) -> Any:
+    return lambda: without_gradients(), halve
+
+
+@seen
+def method_that_was_bound(model: nn.Module) -> Any:
+    held = {"scale": 1.0}
+    get = held.get
+    return lambda: get("scale"), lambda: held.update(scale=0.5)
+
+
+# ---- Classes and objects. ----
+
+
+class Base:
+    of_base = 1.0
+
+
+class Config(Base):
+    """Reads the global in each kind of method, and its own attribute."""
+
+    def __init__(self, scale: float = 1.0) -> None:
+        self._scale = scale
+
+    @property
+    def scale(self) -> float:
+        return self._scale
+
+    @scale.setter
+    def scale(self, scale: float) -> None:
+        self._scale = scale * factor
+
+    @functools.cached_property
+    def once(self) -> float:
+        return factor
+
+    @staticmethod
+    def static() -> float:
+        return factor
+
+    @classmethod
+    def of_class(cls) -> float:
+        return factor
+
+    @functools.lru_cache  # noqa: B019
+    def cached(self) -> float:
+        return factor
+
+    def times(self, scale: float) -> float:
+        return self._scale * scale
+
+
+class Product:
+    """Nothing but its operator reads the global."""
+
+    def __mul__(self, scale: float) -> float:
+        return factor * scale
+
+
+class Made:
+    """Nothing but its constructor reads the global."""
+
+    def __init__(self) -> None:
+        self.now = factor
+
+
+@seen
+def property_of_an_object(model: nn.Module) -> Any:
+    config = Config()
+    return lambda: config.scale, lambda: setattr(config, "_scale", 0.5)
+
+
+@seen
+def setter_of_a_property(model: nn.Module) -> Any:
+    config = Config()
+
+    def step() -> None:
+        config.scale = 1.0
+
+    return step, halve
+
+
+@seen
+def cached_property(model: nn.Module) -> Any:
+    config = Config()
+    return lambda: config.once, halve
+
+
+@seen
+def static_method(model: nn.Module) -> Any:
+    return lambda: Config.static(), halve
+
+
+@seen
+def class_method(model: nn.Module) -> Any:
+    return lambda: Config.of_class(), halve
+
+
+@seen
+def method_behind_a_cache(model: nn.Module) -> Any:
+    config = Config()
+    return lambda: config.cached(), halve
+
+
+@seen
+def constructor(model: nn.Module) -> Any:
+    return lambda: Made(), halve
+
+
+@seen
+def operator(model: nn.Module) -> Any:
+    product = Product()
+    return lambda: product * 2.0, halve
+
+
+@seen
+def attribute_of_a_base_class(model: nn.Module) -> Any:
+    Base.of_base = 1.0
+    return lambda: Config.of_base, lambda: setattr(Base, "of_base", 0.5)
+
+
+@seen
+def function_in_an_attribute(model: nn.Module) -> Any:
+    config = Config()
+    config.scaled = lambda: 1.0  # type: ignore[attr-defined]
+    return lambda: config.scaled(), lambda: setattr(config, "scaled", lambda: 0.5)  # type: ignore[attr-defined]
+
+
+@seen
+def method_of_another_object(model: nn.Module) -> Any:
+    held = types.SimpleNamespace(times=Config(1.0).times)
+    return lambda: held.times(2.0), lambda: setattr(held, "times", Config(0.5).times)
+
+
+@seen
+def attribute_by_a_name(model: nn.Module) -> Any:
+    config = Config()
+    return lambda: getattr(config, "_scale"), lambda: setattr(config, "_scale", 0.5)  # noqa: B009
+
+
+@seen
+def attribute_that_may_be_there(model: nn.Module) -> Any:
+    config = Config()
+    return lambda: hasattr(config, "extra"), lambda: setattr(config, "extra", 1)
+
+
+@dataclasses.dataclass
+class Fields:
+    scale: float = 1.0
+
+
+@seen
+def fields_as_a_tuple(model: nn.Module) -> Any:
+    fields = Fields()
+    return lambda: dataclasses.astuple(fields), lambda: setattr(fields, "scale", 0.5)
+
+
+@seen
+def arguments_of_a_program(model: nn.Module) -> Any:
+    args = argparse.Namespace(scale=1.0)
+    return lambda: args.scale, lambda: setattr(args, "scale", 0.5)
+
+
+class OneSlot:
+    __slots__ = "scale"
+
+
+@seen
+def slot_that_is_named_alone(model: nn.Module) -> Any:
+    held = OneSlot()
+    held.scale = 1.0
+    return lambda: held.scale, lambda: setattr(held, "scale", 0.5)
+
+
+@seen
+def rate_of_a_scheduler(model: nn.Module) -> Any:
+    scheduler = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(model.parameters(), lr=0.1), 1)
+    return lambda: scheduler.last_epoch, lambda: setattr(scheduler, "last_epoch", 7)
+
+
+class Loss(nn.CrossEntropyLoss):
+    """The library's forward reads what the program sets."""
+
+
+@seen
+def attribute_that_a_library_reads(model: nn.Module) -> Any:
+    loss = Loss()
+    return lambda: loss(torch.zeros(1, 2), torch.zeros(1)), lambda: setattr(loss, "label_smoothing", 0.5)
+
+
+class Block(nn.TransformerEncoderLayer):
+    """The library's forward calls what the program has put in its place."""
+
+    def _ff_block(self, x: Tensor) -> Tensor:
+        return x * factor
+
+
+@seen
+def method_that_a_library_calls(model: nn.Module) -> Any:
+    block = Block(4, 1, 4)
+    return lambda: block(torch.ones(1, 1, 4)), halve
+
+
+# ---- Containers. ----
+
+
+def of(read: Callable[[Any], Any], held: Any, change: Callable[[], Any]) -> Any:
+    return lambda: read(held), change
+
+
+@seen
+def list_in_a_frozen_set(model: nn.Module) -> Any:
+    config = Config()
+    return of(lambda held: [each._scale for each in held], frozenset([config]), lambda: setattr(config, "_scale", 0.5))
+
+
+@seen
+def deque(model: nn.Module) -> Any:
+    held = collections.deque([1.0])
+    return of(sum, held, changed_item(held))
+
+
+@seen
+def items_of_a_set(model: nn.Module) -> Any:
+    held = {1.0}
+    return of(sum, held, lambda: (held.clear(), held.add(0.5)))
+
+
+@seen
+def view_of_a_dict(model: nn.Module) -> Any:
+    held = {"scale": 1.0}
+    return of(sum, held.values(), lambda: held.update(scale=0.5))
+
+
+@seen
+def keys_of_a_dict(model: nn.Module) -> Any:
+    held, value = {"plain": Config()}, Config()
+    held = {"plain": value}
+    return of(list, held, lambda: (held.clear(), held.update(square=value)))
+
+
+@seen
+def array_of_numbers(model: nn.Module) -> Any:
+    held = array.array("d", [1.0])
+    return of(sum, held, changed_item(held))
+
+
+@seen
+def array_of_numpy(model: nn.Module) -> Any:
+    held = np.ones(3)
+    return of(sum, held, changed_item(held))
+
+
+@seen
+def context_variable(model: nn.Module) -> Any:
+    held = contextvars.ContextVar("held", default=1.0)
+    return of(lambda held: held.get(), held, lambda: held.set(0.5))
+
+
+@seen
+def number_of_another_type(model: nn.Module) -> Any:
+    held: list[Any] = [1]
+    return of(first_of, held, lambda: held.__setitem__(0, True))
+
+
+# ---- Python. ----
+
+
+@seen
+def environment(model: nn.Module) -> Any:
+    os.environ["SCALE_OF_A_TEST"] = "1"
+    return lambda: os.environ["SCALE_OF_A_TEST"], lambda: os.environ.update(SCALE_OF_A_TEST="0.5")
+
+
+@seen
+def environment_by_a_function(model: nn.Module) -> Any:
+    os.environ["SCALE_OF_A_TEST"] = "1"
+    return lambda: os.getenv("SCALE_OF_A_TEST"), lambda: os.environ.update(SCALE_OF_A_TEST="0.5")
+
+
+def module_of(name: str, **names: Any) -> Any:
+    made = types.ModuleType(name)
+    vars(made).update(names)
+    sys.modules[name] = made
+    return made
+
+
+def compiled(body: str) -> Callable[[], Any]:
+    """A function of a module in the package ``package_of_a_test``."""
+    names = {"__name__": "package_of_a_test.steps", "__package__": "package_of_a_test"}
+    exec(f"def step():\n    {body}\n", names)
+    step: Callable[[], Any] = names["step"]  # type: ignore[assignment]
+    return step
+
+
+@seen
+def import_from_the_own_package(model: nn.Module) -> Any:
+    settings = module_of("package_of_a_test.settings", scale=1.0)
+    return compiled("from .settings import scale; return scale"), lambda: setattr(settings, "scale", 0.5)
+
+
+@seen
+def import_of_a_package(model: nn.Module) -> Any:
+    package = module_of("other_package_of_a_test", scale=1.0)
+    module_of("other_package_of_a_test.part")
+    step = compiled("import other_package_of_a_test.part; return other_package_of_a_test.scale")
+    return step, lambda: setattr(package, "scale", 0.5)
+
+
+# ---- Modules. ----
+
+
+@seen
+def mode_of_another_module(model: nn.Module) -> Any:
+    other = nn.Dropout()
+    return lambda: other(torch.ones(1)), other.eval
+
+
+@seen
+def hook_of_another_module(model: nn.Module) -> Any:
+    other = nn.Dropout()
+    return lambda: other(torch.ones(1)), lambda: other.register_forward_hook(lambda *args: None)
+
+
+@seen
+def memory_of_another_parameter(model: nn.Module) -> Any:
+    other = nn.Linear(1, 1)
+    return lambda: other(torch.ones(1)), lambda: setattr(other.weight, "data", torch.full((1, 1), 0.5))
+
+
+@seen
+def forward_of_one_instance(model: nn.Sequential) -> Any:
+    model[0].forward = lambda x: x * factor  # type: ignore[method-assign]
+    return lambda: model(torch.ones(1, 2)), halve
+
+
+@seen
+def global_in_a_hook(model: nn.Sequential) -> Any:
+    model[0].register_forward_hook(lambda module, args, output: output * factor)
+    return lambda: model(torch.ones(1, 2)), halve
+
+
+@seen
+def frozen_parameter(model: nn.Sequential) -> Any:
+    return lambda: model, lambda: model[0].weight.requires_grad_(False)
+
+
+@seen
+def memory_of_a_parameter(model: nn.Sequential) -> Any:
+    return lambda: model, lambda: setattr(model[0].weight, "data", torch.zeros(2, 2))
+
+
+@seen
+def memory_of_a_buffer(model: nn.Sequential) -> Any:
+    return lambda: model, lambda: setattr(model[1].running_mean, "data", torch.zeros(2))
+
+
+@seen
+def module_in_one_without(model: nn.Sequential) -> Any:
+    return lambda: model, lambda: model[2].add_module("inside", nn.ReLU())
+
+
+@seen
+def hook_of_a_gradient(model: nn.Sequential) -> Any:
+    return lambda: model, lambda: model[0].weight.register_hook(lambda grad: None)
+
+
+@seen
+def hook_behind_a_gradient(model: nn.Sequential) -> Any:
+    return lambda: model, lambda: model[0].weight.register_post_accumulate_grad_hook(lambda param: None)
+
+
+@seen
+def hook_that_is_removed(model: nn.Sequential) -> Any:
+    return lambda: model, model[0].weight.register_post_accumulate_grad_hook(lambda param: None).remove
+
+
+@seen
+def hook_of_a_module_that_is_removed(model: nn.Sequential) -> Any:
+    return lambda: model, model[0].register_forward_hook(lambda *args: None).remove
+
+
+@seen
+def hook_of_all_modules_that_is_removed(model: nn.Sequential) -> Any:
+    return lambda: model, register_module_forward_hook(lambda *args: None).remove
+
+
+@pytest.fixture(autouse=True)
+def _start() -> Iterator[None]:
+    global factor
+    factor = 1.0
+    yield
+    torch.nn.modules.module._global_forward_hooks.clear()
+
+
+@pytest.mark.parametrize("name", SEEN)
+def test_a_change_is_seen(name: str) -> None:
+    model = make_model()
+    function, change = SEEN[name](model)
+    state = look(function, model)
+    assert (state.lost, state.change()) == (None, None)
+    change()
+    for _ in range(2):
+        assert state.change() is not None
+
+
+@pytest.mark.parametrize("before", [None, torch.bfloat16])
+def test_autocast_is_seen_and_so_is_its_dtype(before: torch.dtype | None) -> None:
+    model = make_model()
+    with torch.autocast("cpu", before, enabled=before is not None):
+        state = look(lambda: model, model)
+        assert state.change() is None
+        with torch.autocast("cpu", torch.float16):
+            assert "autocast" in (state.change() or "")
+
+
+class Switched(nn.Linear):
+    way = "fast"
+
+
+def test_what_other_rooms_say_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modes of a thread, switches of modules, hooks of a wrapper, and parameters that the model does not register."""
+    mode, beside, outside = ["a recipe"], [1], nn.Parameter(torch.zeros(1))
+    monkeypatch.setattr(surroundings, "modes", [lambda: mode[0]])
+    monkeypatch.setattr(surroundings, "switches", ["way"])
+    model = nn.Sequential(Switched(1, 1))
+    changes: list[Callable[[], Any]] = [
+        lambda: mode.__setitem__(0, "another recipe"),
+        lambda: setattr(model[0], "way", "slow"),
+        lambda: beside.append(2),
+        lambda: outside.register_hook(lambda grad: None),
+        lambda: model[0].weight.register_hook(lambda grad: None),
+    ]
+    for change in changes:
+        state = surroundings.Surroundings(model, [outside], "cpu", lambda: tuple(beside))
+        assert state.change() is None
+        change()
+        assert state.change() is not None
