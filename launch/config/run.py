@@ -96,6 +96,8 @@ class Config:
         if settings.cuda_graph is True:
             self._check_graph()
         self.mesh.check_model(model, settings.sequence_length)
+        if self.mesh.pp > 1:
+            self._check_pipeline()
         remedy = "would differ where tensor-parallel ranks have the same activations: set mesh.sequence_parallel = true"
         same = self.mesh.tp > 1 and not self.mesh.sequence_parallel
         model.require(not (same and model.dropout), "dropout", remedy)
@@ -136,6 +138,20 @@ class Config:
             "a captured graph cannot draw a mask again"
         )
         settings.require(settings.recompute == "none" or not self.may_draw, "recompute", remedy)
+
+    def _check_pipeline(self) -> None:
+        mesh, count = self.mesh, self.train.num_microbatches
+        remedy = f"must be at least mesh.pp = {mesh.pp}, so that all stages compute at a time"
+        self.train.require(count >= mesh.pp, "num_microbatches", remedy)
+        rounds = count // mesh.pp if mesh.pp_schedule == "InterleavedZeroBubble" else 1
+        remedy = f"must be a multiple of {rounds}, the whole part of num_microbatches / mesh.pp, under mesh.pp_schedule"
+        self.train.require(count % rounds == 0, "num_microbatches", remedy)
+        remedy = "does not go with train.compile, whose graphs have no slots for weight gradients: set another"
+        mesh.require(mesh.pp_schedule != "InterleavedZeroBubble" or not self.train.compile, "pp_schedule", remedy)
+        remedy = "does not go with mesh.pp, whose stages wait for each other: leave it out"
+        self.train.require(self.train.cuda_graph is not True, "cuda_graph", remedy)
+        remedy = f'does not go with mesh.pp under parallel = "{self.parallel}": take another, or leave it out'
+        self.model.require(not (self.model.tie_embeddings and self.fully_sharded), "tie_embeddings", remedy)
 
     @property
     def may_draw(self) -> bool:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -117,9 +118,10 @@ class _Trainer:
             check_documents(self.module, runtime.device)
         self.pace = pace = Pace(settings.steps, settings.max_seconds)
         self.scheduler = LambdaLR(self.wrapped.optimizer, lambda step: lr_factor(config.optimizer, step, pace.fraction))
+        self.run_microbatches, self.loss = self._run_microbatches, self._loss
         self.saver = RunSaver(config, self.wrapped, is_main=runtime.is_main, say=display.message)
         self.profiler = StepProfiler(config, runtime)
-        how = False if config.mesh.waits_for_rows else settings.cuda_graph
+        how = False if config.mesh.waits_for_rows or config.mesh.pp > 1 else settings.cuda_graph
         self.graphed = self.wrapped.graphed(self._iteration, how)
         self.validated = True
         """False if an interrupted run ended before the validation that was due."""
@@ -137,6 +139,8 @@ class _Trainer:
         self.recorder = StepRecorder(
             self.wrapped, runtime, metrics, first_step=pace.step, num_steps=settings.steps - pace.step, unit=self.unit
         )
+        if runtime.pipeline_group is not None:
+            self._run_stage(runtime.pipeline_group)
 
         # Since the last record.
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=runtime.device)
@@ -144,6 +148,15 @@ class _Trainer:
         """Sums of ``_ROUTER_FIELDS`` over the microbatches; 0 without experts."""
         self.logged_step = pace.step
         self.log_start = self.start = time.monotonic()
+
+    def _run_stage(self, group: dist.ProcessGroup) -> None:
+        """Leave the microbatches to the schedule of a pipeline, whose module takes torch half a second to import."""
+        from ..model.pipelined import Pipeline
+
+        shape = self.rows, self.config.train.sequence_length // self.config.mesh.cp
+        pipeline = Pipeline(self.model, self.config, self.runtime.stage, group, shape, self.runtime.device, self.recipe)
+        self.run_microbatches, self.loss = pipeline.run, pipeline.loss
+        self.model.register_forward_hook(lambda *_: self.recorder.forward_ended())
 
     def run(self) -> TrainResult:
         """Run all steps and validations, and write all records."""
@@ -238,8 +251,18 @@ class _Trainer:
         Inputs, targets and positions are those of all microbatches, [M, B, T]. ``weights`` [M] fp64 are those of the
         microbatches' means; None: 1 / M each.
         """
-        wrapped, recorder = self.wrapped, self.recorder
-        num_microbatches = len(inputs)
+        loss = self.run_microbatches(inputs, targets, weights, positions)
+        self.model.finish_grad_sync()  # here, because reports count the next phase as computation
+        with self.recorder.phase(OPTIMIZER_PHASE):
+            self.wrapped.step()
+        self.wrapped.optimizer.zero_grad()
+        return loss
+
+    def _run_microbatches(
+        self, inputs: Tensor, targets: Tensor, weights: Tensor | None = None, positions: Tensor | None = None
+    ) -> Tensor:
+        """Forward and backward of one microbatch after the other; returns the mean loss."""
+        recorder, num_microbatches = self.recorder, len(inputs)
         total = torch.zeros((), dtype=torch.float64, device=self.runtime.device)
         for microbatch in range(num_microbatches):
             is_last = microbatch == num_microbatches - 1
@@ -254,10 +277,6 @@ class _Trainer:
                         drain_modules(self.module)
             own = self._own_loss(loss.detach())
             total += own if weights is None else own * weights[microbatch]
-        self.model.finish_grad_sync()  # here, because reports count the next phase as computation
-        with recorder.phase(OPTIMIZER_PHASE):
-            wrapped.step()
-        wrapped.optimizer.zero_grad()
         return total / num_microbatches if weights is None else total
 
     def _own_loss(self, loss: Tensor) -> Tensor:
@@ -330,7 +349,7 @@ class _Trainer:
             # Where all targets count, sequences are counted: each has the same number of targets. No row counts 0.
             weight = float(len(part.inputs) if joined else (part.targets >= 0).sum())
             part = part if len(part.inputs) else windows.rows(slice(0, 1)).to(self.runtime.device)
-            loss = float(self._loss(*part))
+            loss = float(self.loss(*part))
             total += loss * weight
             counted += weight
             self.recorder.forward_ended()

@@ -12,14 +12,16 @@ fsdp, hsdp             the module itself, after ``fully_shard``        the optim
 import hashlib
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ... import fsdp
-from ...ddp import DistributedDataParallel, GraphedTrainingStep
+from ...ddp import DistributedDataParallel, GraphedTrainingStep, clip_grad_norm
 from ...ddp.collectives.failure_report import FailureReporter
 from ...ddp.collectives.rank_grid import make_grid
 from ...ddp.contract.record import GradRecord
@@ -76,22 +78,29 @@ class Wrapped:
         """Called with tokens and targets."""
         self.optimizer: Any
         """Its ``grad_norm`` is that of the last step before clipping, or None."""
-        limit = config.optimizer.max_grad_norm
-        self._max_norm: float | None = None
+        limit, self.pipeline = config.optimizer.max_grad_norm, runtime.pipeline_group
+        """The ranks with the other stages, if there are any."""
+        self._clip: Callable[[], Tensor] | None = None
         muon = config.optimizer.muon_of(module)
         if config.fully_sharded:
             self.model = _sharded(module, config, runtime)
             self.optimizer = _optimizer_of(self.model, config.optimizer, muon)
-            # Clipping is no hook of the optimizer: a captured step has none.
-            self._max_norm = limit
+            if limit is not None:  # no hook of the optimizer: a captured step has none
+                self._clip = partial(_clip_shards, self.model, limit, self.pipeline)
             holder: Any = root_of(self.model)
         else:
             options: dict[str, Any] = {}
+            if runtime.loss_group is not None:
+                options["process_group"] = runtime.loss_group
             if runtime.tensor_group is not None:
-                options = {"process_group": runtime.loss_group, "tensor_parallel_group": runtime.tensor_group}
+                options["tensor_parallel_group"] = runtime.tensor_group
+            if config.model.tie_embeddings:
+                options["embedding_group"] = runtime.embedding_group
             if runtime.expert_mesh is not None:
                 options["expert_process_group"] = same_place(runtime.expert_mesh, make_grid(None))
             self.model = holder = DistributedDataParallel(module, with_whole_matrices(config.ddp, muon), **options)
+            if self.pipeline is not None and limit is not None:  # by the norm of all stages
+                self._clip, limit = partial(clip_grad_norm, holder, limit, pipeline_group=self.pipeline), None
             self.optimizer = _optimizer_of(self.model, config.optimizer, muon, max_grad_norm=limit)
         self.failures: FailureReporter = holder.failures
         """Describes failed collectives."""
@@ -109,8 +118,8 @@ class Wrapped:
 
     def step(self) -> None:
         """Clip gradients and update parameters."""
-        if self._max_norm is not None:
-            self.optimizer.grad_norm = nn.utils.clip_grad_norm_(self.model.parameters(), self._max_norm)
+        if self._clip is not None:
+            self.optimizer.grad_norm = self._clip()
         self.optimizer.step()
 
     def graphed(
@@ -162,10 +171,11 @@ class Wrapped:
 def _sharded(module: LanguageModel, config: Config, runtime: Runtime) -> FSDPModule:
     settings, device = config.fsdp, runtime.device
     mesh: DeviceMesh | None = None  # all ranks there are
-    if config.num_instances * runtime.mesh.tp > 1:
-        shape = (config.num_instances, runtime.loss_ranks // config.num_instances, runtime.mesh.tp)
-        made = init_device_mesh(device.type, shape, mesh_dim_names=("outer", "inner", "tp"))
-        mesh = made["outer", "inner"] if config.num_instances > 1 else made["inner"]
+    pp, outer, tp = runtime.mesh.pp, config.num_instances, runtime.mesh.tp
+    if pp * outer * tp > 1:
+        shape = (pp, outer, runtime.loss_ranks // outer, tp)
+        made = init_device_mesh(device.type, shape, mesh_dim_names=("pp", "outer", "inner", "tp"))
+        mesh = made["outer", "inner"] if outer > 1 else made["inner"]
     policies = dict(units_of(module, config.model, settings))
     options = {name: getattr(settings, name) for name in _OPTIONS} | {"device": device}
     if config.optimizer.state == "compact":  # shards have the dtype of the module, which is that of computation
@@ -194,6 +204,17 @@ _OPTIONS = (
     "copy_engine_gather",
 )
 """Keys of ``[fsdp]`` that are arguments of ``fully_shard``."""
+
+
+def _clip_shards(model: nn.Module, limit: float, pipeline: dist.ProcessGroup | None) -> Tensor:
+    """Clip by the norm of a sharded model, or of all stages of one; returns the norm."""
+    norm = nn.utils.get_total_norm([param.grad for param in model.parameters() if param.grad is not None])
+    if pipeline is not None:
+        square = norm.double().square()
+        dist.all_reduce(square, group=pipeline)
+        norm = square.sqrt().to(norm.dtype)
+    nn.utils.clip_grads_with_norm_(model.parameters(), limit, norm)
+    return norm
 
 
 def _optimizer_of(model: nn.Module, settings: OptimizerConfig, muon: MuonGroups, **options: Any) -> Any:
