@@ -150,6 +150,8 @@ class Config:
         mesh.require(mesh.pp_schedule != "InterleavedZeroBubble" or not self.train.compile, "pp_schedule", remedy)
         remedy = "does not go with mesh.pp, whose stages wait for each other: leave it out"
         self.train.require(self.train.cuda_graph is not True, "cuda_graph", remedy)
+        remedy = "does not go with mesh.pp: which matrices it updates follows from the whole model; take another"
+        self.optimizer.require(not self.optimizer.has_muon, "name", remedy)
         remedy = f'does not go with mesh.pp under parallel = "{self.parallel}": take another, or leave it out'
         self.model.require(not (self.model.tie_embeddings and self.fully_sharded), "tie_embeddings", remedy)
 

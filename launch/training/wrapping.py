@@ -11,9 +11,9 @@ fsdp, hsdp             the module itself, after ``fully_shard``        the optim
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ... import fsdp
 from ...ddp import DistributedDataParallel, GraphedTrainingStep, clip_grad_norm
-from ...ddp.collectives.failure_report import FailureReporter
+from ...ddp.collectives.failure_report import FailureReporter, gather
 from ...ddp.collectives.rank_grid import make_grid
 from ...ddp.contract.record import GradRecord
 from ...ddp.plan.model_slice import model_slice_of
@@ -45,9 +45,11 @@ from .units import units_of
 
 __all__ = ["HeldParameter", "Wrapped"]
 
+T = TypeVar("T")
+
 
 class HeldParameter(NamedTuple):
-    """One trainable parameter."""
+    """One trainable parameter, of this rank's stage or of another one's."""
 
     numel: int
     """Number of elements of the whole parameter."""
@@ -68,18 +70,22 @@ class Wrapped:
         self._slices = {name: model_slice_of(param) for name, param in module.named_parameters()}
         self._dtypes = {name: param.dtype for name, param in module.named_parameters()}
         """The dtypes of computation, by name."""
-        self.parameters = [
-            HeldParameter(math.prod((self._slices[each.name] or each.param).shape), each.param.dtype, each.delayed)
+        self.pipeline = runtime.pipeline_group
+        """The ranks with the other stages, if there are any."""
+        own = {
+            each.name: HeldParameter(
+                math.prod((self._slices[each.name] or each.param).shape), each.param.dtype, each.delayed
+            )
             for each in find_owned_params(module)
             if each.param.requires_grad
-        ]
+        }
+        self.parameters = [*self._of_all_stages(own).values()]
         self._module = module
         self.model: DistributedDataParallel | FSDPModule
         """Called with tokens and targets."""
         self.optimizer: Any
         """Its ``grad_norm`` is that of the last step before clipping, or None."""
-        limit, self.pipeline = config.optimizer.max_grad_norm, runtime.pipeline_group
-        """The ranks with the other stages, if there are any."""
+        limit = config.optimizer.max_grad_norm
         self._clip: Callable[[], Tensor] | None = None
         muon = config.optimizer.muon_of(module)
         if config.fully_sharded:
@@ -156,8 +162,15 @@ class Wrapped:
 
     def digest(self, *, wanted: bool) -> str | None:
         """SHA-256 of all parameters, to compare runs bit for bit; None unless ``wanted``. Collective."""
-        found = {name: _digest(name, param) for name, param in self._whole_params() if wanted}
-        return hashlib.sha256("".join(found[name] for name in self._dtypes).encode()).hexdigest() if wanted else None
+        here = wanted or self.pipeline is not None  # the rank that wants it has one stage
+        found = {name: _digest(name, param) for name, param in self._whole_params() if here}
+        digests = self._of_all_stages({name: found[name] for name in self._dtypes if here})
+        return hashlib.sha256("".join(digests.values()).encode()).hexdigest() if wanted else None
+
+    def _of_all_stages(self, own: Mapping[str, T]) -> dict[str, T]:
+        """What all stages have, by name, in the order of the whole model. Collective over the pipeline's ranks."""
+        stages = gather(own, [] if self.pipeline is None else [self.pipeline], None, "what the stages have")
+        return {name: each for stage in stages.values() for name, each in stage.items()}
 
     def _whole_params(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter by name; one after the other is whole. Collective: take all of them on every rank."""
