@@ -75,6 +75,7 @@ def cut_gpt(model: GPT, group: dist.ProcessGroup, *, sequence_parallel: bool = F
     if words is not None:
         model.embedding.weight = model.head.weight if tied else _cut(words, 0, [model.vocab_size], group)
         model.embedding.num_embeddings = len(model.embedding.weight)
+        model.mark_shared_embedding()
     model.tensor_ranks, model.first_word = ranks, part_of(model.vocab_size, rank, size)[0]
     if isinstance(model.head, LinearCrossEntropy):
         model.head.first_class = model.first_word

@@ -183,6 +183,7 @@ class GPT(nn.Module):
             self.embedding = None
         if not stage.is_last:
             self.norm = self.head = None
+        self.mark_shared_embedding()
         cos, sin = rotary_tables(config.context_length, config.head_dim, config.rotary_base, device)
         self.register_buffer("rotary_cos", cos, persistent=False)
         self.register_buffer("rotary_sin", sin, persistent=False)
@@ -224,6 +225,11 @@ class GPT(nn.Module):
                 drawn = torch.randn(matrix.shape, device=device) * std
                 if name in own:
                     own[name].view(-1, *matrix.shape)[place].copy_(drawn)
+
+    def mark_shared_embedding(self) -> None:
+        """Say of the embedding's weight that two stages have copies, where it is so."""
+        if self.stage.count > 1 and self.config.tie_embeddings and self.embedding is not None:
+            self.embedding.weight.shared_embedding = True
 
     @property
     def vocab_size(self) -> int:

@@ -8,10 +8,11 @@ import torch.distributed as dist
 
 from ...ddp.collectives.reduction import Placement, Placements
 from ...fsdp.unit.plan import pool_limit
+from ..config.mesh import Stage
 from ..config.run import Config
 from ..model.cut_gpt import cut_gpt
-from ..model.gpt import GPT
-from ..model.hugging_face import build_language_model
+from ..model.gpt import GPT, build_model
+from ..model.hugging_face import LanguageModel, build_language_model
 from .exchanged import Exchange, exchanges_of
 from .muon_shares import MuonShares, muon_shares
 from .parameter_count import ParameterCount, count_of
@@ -32,6 +33,8 @@ class RunPlan:
     """What is gathered and reduced together: units of a fully sharded model, else single buckets."""
     rank_bytes: RankBytes
     """What the fullest rank holds between steps."""
+    stage: int
+    """Index of the pipeline's stage whose ranks hold most: units and bytes are theirs."""
     muon: MuonShares | None
     """Muon's work by ranks; None: another optimizer, or sharded parameters, whose owners are found once they are."""
     exchanges: tuple[Exchange, ...]
@@ -40,7 +43,7 @@ class RunPlan:
     @property
     def inner_size(self) -> int:
         """Number of ranks in an instance, of those whose losses are averaged."""
-        return self.ranks // self.config.mesh.tp // self.config.num_instances
+        return self.ranks // self.config.mesh.tp // self.config.mesh.pp // self.config.num_instances
 
     @property
     def buckets(self) -> list[PlacedBucket]:
@@ -97,19 +100,29 @@ def plan_run(config: Config, ranks: int) -> RunPlan:
     Raises ``ConfigError`` if the global batch or the ranks do not divide evenly.
     """
     config.check_ranks(ranks)
-    model = build_language_model(config.model, seed=0, device=torch.device("meta"))
-    muon, parameters = config.optimizer.muon_of(model), count_of(model)
+    pp, meta = config.mesh.pp, torch.device("meta")
+    whole = build_language_model(config.model, seed=0, device=meta)
+    stages = [build_model(config.model, seed=0, device=meta, stage=Stage(index, pp)) for index in range(pp) if pp > 1]
+    count = count_of(whole)
+    plans = [_plan_stage(config, ranks, index, stage, count) for index, stage in enumerate(stages or [whole])]
+    return max(plans, key=lambda plan: plan.rank_bytes.total)
+
+
+def _plan_stage(config: Config, ranks: int, stage: int, model: LanguageModel, parameters: ParameterCount) -> RunPlan:
+    """The plan of the ranks that have ``model``."""
+    muon = config.optimizer.muon_of(model)
     if config.mesh.tp > 1 and isinstance(model, GPT):
         group: Any = dist.ProcessGroup(0, config.mesh.tp)  # type: ignore[call-arg]  # a rank and a size alone
         cut_gpt(model, group, sequence_parallel=config.mesh.sequence_parallel, runs=False)
     if config.mesh.ep > 1 and isinstance(model, GPT):
         model.share_experts(0, config.mesh.ep, None)
-    units = lay_out(config, model, muon, ranks // config.mesh.tp)
+    units = lay_out(config, model, muon, ranks // config.mesh.tp // config.mesh.pp)
     buckets = [bucket for unit in units for bucket in unit.buckets]
     return RunPlan(
         config=config,
         ranks=ranks,
         parameters=parameters,
+        stage=stage,
         units=units,
         rank_bytes=rank_bytes(buckets),
         muon=muon_shares(muon, buckets) if muon.groups and not config.fully_sharded else None,

@@ -69,8 +69,6 @@ def load_model(config: Config, runtime: Runtime) -> LanguageModel:
             model.share_experts(place, mesh.ep, runtime.expert_mesh, mesh.transport)
         if runtime.tensor_group is not None:
             cut_gpt(model, runtime.tensor_group, sequence_parallel=config.mesh.sequence_parallel)
-        if config.mesh.pp > 1 and config.model.tie_embeddings and model.embedding is not None:
-            model.embedding.weight.shared_embedding = True
     recompute_blocks(model.blocks, config)
     # The embedding, the last norm, the head and the loss stay eager. A graph break in a block of the GPT raises.
     whole = isinstance(model, GPT) and runtime.expert_mesh is None  # tokens that travel break a graph

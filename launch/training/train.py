@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -34,7 +33,7 @@ from .watching.progress import Display, Status, format_rate
 from .watching.trackers import check_packages, trackers_of
 from .wrapping import Wrapped
 
-__all__ = ["TrainResult", "train"]
+__all__ = ["TrainResult", "Trainer", "train"]
 
 _ROUTER_FIELDS = ("load_balancing_loss", "router_z_loss", "max_expert_load")
 
@@ -72,7 +71,12 @@ def train(config: Config, *, stop: StopRequest | None = None, display: Display |
     out_dir = Path(config.train.out_dir)
     metrics = MetricsWriter(out_dir / "metrics.jsonl" if runtime.is_main else None)
     display = display or Display(is_main=runtime.is_main)
-    trainer = _Trainer(config, runtime, metrics, stop or StopRequest(), display)
+    kind: type[Trainer] = Trainer
+    if config.mesh.pp > 1:
+        from .pipelined import PipelinedTrainer
+
+        kind = PipelinedTrainer
+    trainer = kind(config, runtime, metrics, stop or StopRequest(), display)
     if runtime.is_main:
         write_resolved(config, runtime.world_size)
     try:
@@ -86,7 +90,7 @@ def train(config: Config, *, stop: StopRequest | None = None, display: Display |
         metrics.close()
 
 
-class _Trainer:
+class Trainer:
     """The state of a run on one rank."""
 
     def __init__(
@@ -118,7 +122,6 @@ class _Trainer:
             check_documents(self.module, runtime.device)
         self.pace = pace = Pace(settings.steps, settings.max_seconds)
         self.scheduler = LambdaLR(self.wrapped.optimizer, lambda step: lr_factor(config.optimizer, step, pace.fraction))
-        self.run_microbatches, self.loss = self._run_microbatches, self._loss
         self.saver = RunSaver(config, self.wrapped, is_main=runtime.is_main, say=display.message)
         self.profiler = StepProfiler(config, runtime)
         how = False if config.mesh.waits_for_rows or config.mesh.pp > 1 else settings.cuda_graph
@@ -139,8 +142,6 @@ class _Trainer:
         self.recorder = StepRecorder(
             self.wrapped, runtime, metrics, first_step=pace.step, num_steps=settings.steps - pace.step, unit=self.unit
         )
-        if runtime.pipeline_group is not None:
-            self._run_stage(runtime.pipeline_group)
 
         # Since the last record.
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=runtime.device)
@@ -148,15 +149,6 @@ class _Trainer:
         """Sums of ``_ROUTER_FIELDS`` over the microbatches; 0 without experts."""
         self.logged_step = pace.step
         self.log_start = self.start = time.monotonic()
-
-    def _run_stage(self, group: dist.ProcessGroup) -> None:
-        """Leave the microbatches to the schedule of a pipeline, whose module takes torch half a second to import."""
-        from ..model.pipelined import Pipeline
-
-        shape = self.rows, self.config.train.sequence_length // self.config.mesh.cp
-        pipeline = Pipeline(self.model, self.config, self.runtime.stage, group, shape, self.runtime.device, self.recipe)
-        self.run_microbatches, self.loss = pipeline.run, pipeline.loss
-        self.model.register_forward_hook(lambda *_: self.recorder.forward_ended())
 
     def run(self) -> TrainResult:
         """Run all steps and validations, and write all records."""
@@ -225,13 +217,13 @@ class _Trainer:
         return batch._replace(inputs=own(batch.inputs, 1), targets=own(batch.targets, 1))
 
     def _document_arguments(self, step: int, batches: list[Batch]) -> list[Tensor]:
-        """Arguments of ``_iteration``: none where all targets count, else weights, and under ``"mask"`` positions.
+        """Arguments of ``_iteration``: the microbatches' weights, and under ``"mask"`` positions.
 
         A microbatch's mean counts by its share of the targets of all ranks, which every rank knows from the data alone.
         Gradients are averaged over the ranks with other tokens, so the share is multiplied by their number.
         """
-        if self.config.data.documents == "join":
-            return []
+        if self.config.data.documents == "join":  # all targets count
+            return [torch.ones(len(batches), dtype=torch.float64, device=self.runtime.device) / len(batches)]
         shares = torch.stack([(each.targets >= 0).sum() for each in batches]).double()
         weights = shares * (self.runtime.loss_ranks / max(1, self.sampler.counted(step)))
         positions = [each.positions for each in batches if each.positions is not None]
@@ -243,24 +235,20 @@ class _Trainer:
             loss: Tensor = self.model(inputs, targets) if positions is None else self.model(inputs, targets, positions)
         return loss
 
-    def _iteration(
-        self, inputs: Tensor, targets: Tensor, weights: Tensor | None = None, positions: Tensor | None = None
-    ) -> Tensor:
+    def _iteration(self, inputs: Tensor, targets: Tensor, weights: Tensor, positions: Tensor | None = None) -> Tensor:
         """The work of a step on the device; returns the mean loss.
 
         Inputs, targets and positions are those of all microbatches, [M, B, T]. ``weights`` [M] fp64 are those of the
-        microbatches' means; None: 1 / M each.
+        microbatches' means.
         """
-        loss = self.run_microbatches(inputs, targets, weights, positions)
+        loss = self._run_microbatches(inputs, targets, weights, positions)
         self.model.finish_grad_sync()  # here, because reports count the next phase as computation
         with self.recorder.phase(OPTIMIZER_PHASE):
             self.wrapped.step()
         self.wrapped.optimizer.zero_grad()
         return loss
 
-    def _run_microbatches(
-        self, inputs: Tensor, targets: Tensor, weights: Tensor | None = None, positions: Tensor | None = None
-    ) -> Tensor:
+    def _run_microbatches(self, inputs: Tensor, targets: Tensor, weights: Tensor, positions: Tensor | None) -> Tensor:
         """Forward and backward of one microbatch after the other; returns the mean loss."""
         recorder, num_microbatches = self.recorder, len(inputs)
         total = torch.zeros((), dtype=torch.float64, device=self.runtime.device)
@@ -271,13 +259,12 @@ class _Trainer:
                     inputs[microbatch], targets[microbatch], None if positions is None else positions[microbatch]
                 )
                 recorder.forward_ended()
-                (loss / num_microbatches if weights is None else loss * weights[microbatch].to(loss.dtype)).backward()
+                (loss * weights[microbatch].to(loss.dtype)).backward()
                 if self.config.model.delay_wgrad_layers:
                     with recorder.phase(WGRAD_PHASE):
                         drain_modules(self.module)
-            own = self._own_loss(loss.detach())
-            total += own if weights is None else own * weights[microbatch]
-        return total / num_microbatches if weights is None else total
+            total += self._own_loss(loss.detach()) * weights[microbatch]
+        return total
 
     def _own_loss(self, loss: Tensor) -> Tensor:
         """The cross-entropy without router losses, so that records of dense and expert models are comparable."""
@@ -349,7 +336,7 @@ class _Trainer:
             # Where all targets count, sequences are counted: each has the same number of targets. No row counts 0.
             weight = float(len(part.inputs) if joined else (part.targets >= 0).sum())
             part = part if len(part.inputs) else windows.rows(slice(0, 1)).to(self.runtime.device)
-            loss = float(self.loss(*part))
+            loss = float(self._loss(*part))
             total += loss * weight
             counted += weight
             self.recorder.forward_ended()

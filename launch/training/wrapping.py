@@ -9,6 +9,7 @@ fsdp, hsdp             the module itself, after ``fully_shard``        the optim
 =====================  ==============================================  ================================================
 """
 
+import dataclasses
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -29,21 +30,21 @@ from ...ddp.plan.model_slice import model_slice_of
 from ...ddp.plan.owned_params import find_owned_params
 from ...ddp.torch_grads.muon_groups import MuonGroups
 from ...ddp.torch_grads.over_ranks import whole, whole_of_slices
-from ...fsdp import FSDPModule
+from ...fsdp import FSDPModule, MixedPrecisionPolicy
 from ...fsdp.module import root_of
 from ...fsdp.tensors.parameter import ShardedParameter
 from ...te_integration import GroupedMLP
-from ..config.run import Config, ConfigError, OptimizerConfig
+from ..config.run import Config, ConfigError, FsdpConfig, ModelConfig, OptimizerConfig
 from ..model.hugging_face import HuggingFaceModel, LanguageModel
+from ..model.moe import MixtureOfExperts
 from ..parallelizing.experts import SharedExperts, same_place
 from ..parallelizing.graphed import graphed
 from ..parallelizing.make_optimizer import make_optimizer
 from ..parallelizing.muon import with_whole_matrices
 from ..parallelizing.parallelize import shard_units
 from .runtime import Runtime
-from .units import units_of
 
-__all__ = ["HeldParameter", "Wrapped"]
+__all__ = ["HeldParameter", "Wrapped", "units_of"]
 
 T = TypeVar("T")
 
@@ -179,6 +180,33 @@ class Wrapped:
                 yield name, whole(param.detach(), param.shard).to(self._dtypes[name])
             else:
                 yield name, whole_of_slices(param, self._slices[name])
+
+
+def units_of(
+    model: LanguageModel, settings: ModelConfig, fsdp: FsdpConfig
+) -> Iterator[tuple[nn.Module, MixedPrecisionPolicy]]:
+    """The module and the policy of each ``fully_shard`` call, inner units first, the model last.
+
+    Parameters are stored in fp32 and used in ``model.param_dtype``. Inputs are not cast: activations have the dtype of
+    the parameters, and rotary tables stay in fp32. A router with another dtype than its block is a unit of its own,
+    and so are experts of which other ranks hold the rest.
+    """
+    keeps_router = settings.num_experts > 0 and settings.router_dtype != settings.param_dtype
+    policy = MixedPrecisionPolicy(
+        param_dtype=settings.dtype("param_dtype"),
+        grad_dtype=fsdp.dtype("grad_dtype"),
+        reduce_dtype=fsdp.dtype("reduce_dtype"),
+        cast_forward_inputs=False,
+    )
+    of_router = dataclasses.replace(policy, param_dtype=settings.dtype("router_dtype"))
+    for block in model.blocks:
+        if settings.num_experts and isinstance(block.ffn, MixtureOfExperts):
+            if keeps_router:
+                yield block.ffn.router, of_router
+            if block.ffn.has_part:
+                yield block.ffn.experts, policy
+        yield block, policy
+    yield model, policy
 
 
 def _sharded(module: LanguageModel, config: Config, runtime: Runtime) -> FSDPModule:
