@@ -86,9 +86,9 @@ class MeshConfig(Table):
         self.require(self.ep > 1 or self.transport == "all_to_all", "transport", remedy)
 
     @property
-    def waits_for_rows(self) -> bool:
-        """Whether the host waits for numbers of rows, so that no step is a CUDA graph."""
-        return self.ep > 1 and self.transport == "all_to_all"
+    def runs_eagerly(self) -> bool:
+        """Whether no step is a CUDA graph: the host waits for numbers of rows, or runs a pipeline's schedule."""
+        return self.pp > 1 or (self.ep > 1 and self.transport == "all_to_all")
 
     @property
     def ranks_of_sample(self) -> int:
@@ -110,12 +110,11 @@ class MeshConfig(Table):
         )
         for name in ("tp", "cp", "pp"):
             self.require(getattr(self, name) == 1 or model.hugging_face is None, name, remedy)
-        remedy = "must be 1 with model.num_experts: experts are not cut; shard them by parallel"
-        self.require(self.tp == 1 or not model.num_experts, "tp", remedy)
+        remedy = "must be 1 with model.num_experts: share experts out by mesh.ep, or shard them by parallel"
+        for name in ("tp", "pp"):
+            self.require(getattr(self, name) == 1 or not model.num_experts, name, remedy)
         remedy = f"must be at most model.num_layers = {model.num_layers}"
         self.require(self.pp <= model.num_layers, "pp", remedy)
-        remedy = "must be 1 with model.num_experts: routers' losses do not travel between stages; share them out by ep"
-        self.require(self.pp == 1 or not model.num_experts, "pp", remedy)
         remedy = 'must be 1 with model.delay_wgrad_layers: set mesh.pp_schedule = "InterleavedZeroBubble" in its place'
         self.require(self.pp == 1 or not model.delay_wgrad_layers, "pp", remedy)
         remedy = "must be 1 with model.hugging_face; in your own loop give parallelize(model, ..., ep=) the ranks"

@@ -101,10 +101,8 @@ class Config:
         remedy = "would differ where tensor-parallel ranks have the same activations: set mesh.sequence_parallel = true"
         same = self.mesh.tp > 1 and not self.mesh.sequence_parallel
         model.require(not (same and model.dropout), "dropout", remedy)
-        remedy = (
-            "updates whole matrices, of which tensor-parallel ranks have slices: set mesh.tp = 1, or another optimizer"
-        )
-        self.optimizer.require(self.mesh.tp == 1 or not self.optimizer.has_muon, "name", remedy)
+        remedy = "looks at all of the model and its matrices: set mesh.tp = 1 and mesh.pp = 1, or another optimizer"
+        self.optimizer.require(self.mesh.tp * self.mesh.pp == 1 or not self.optimizer.has_muon, "name", remedy)
         ring = self.mesh.cp_attention == "ring"
         remedy = 'has masks that mesh.cp_attention = "ring" does not know: set "join" or "pad", or "ulysses" there'
         data.require(not ring or data.documents != "mask", "documents", remedy)
@@ -129,8 +127,8 @@ class Config:
             "does not go with ddp.check_for_nan_in_grad and ddp.check_replicas_every, which read results on the host"
         )
         settings.require(not reads, "cuda_graph", remedy)
-        remedy = 'does not go with mesh.transport = "all_to_all", which waits for numbers of rows: set "symmetric"'
-        settings.require(not self.mesh.waits_for_rows, "cuda_graph", remedy)
+        remedy = 'does not go with mesh.transport = "all_to_all", which waits for numbers of rows, and with mesh.pp'
+        settings.require(not self.mesh.runs_eagerly, "cuda_graph", remedy)
         remedy = 'does not go with data.documents = "mask" and "pad": numbers of targets differ from step to step'
         settings.require(self.data.documents == "join", "cuda_graph", remedy)
         remedy = (
@@ -148,10 +146,6 @@ class Config:
         self.train.require(count % rounds == 0, "num_microbatches", remedy)
         remedy = "does not go with train.compile, whose graphs have no slots for weight gradients: set another"
         mesh.require(mesh.pp_schedule != "InterleavedZeroBubble" or not self.train.compile, "pp_schedule", remedy)
-        remedy = "does not go with mesh.pp, whose stages wait for each other: leave it out"
-        self.train.require(self.train.cuda_graph is not True, "cuda_graph", remedy)
-        remedy = "does not go with mesh.pp: which matrices it updates follows from the whole model; take another"
-        self.optimizer.require(not self.optimizer.has_muon, "name", remedy)
         remedy = f'does not go with mesh.pp under parallel = "{self.parallel}": take another, or leave it out'
         self.model.require(not (self.model.tie_embeddings and self.fully_sharded), "tie_embeddings", remedy)
 

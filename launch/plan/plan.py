@@ -1,6 +1,7 @@
 """Computes what a run allocates and sends from shapes alone, without process group and storage."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,8 +12,8 @@ from ...fsdp.unit.plan import pool_limit
 from ..config.mesh import Stage
 from ..config.run import Config
 from ..model.cut_gpt import cut_gpt
-from ..model.gpt import GPT, build_model
-from ..model.hugging_face import LanguageModel, build_language_model
+from ..model.gpt import GPT
+from ..model.hugging_face import build_language_model
 from .exchanged import Exchange, exchanges_of
 from .muon_shares import MuonShares, muon_shares
 from .parameter_count import ParameterCount, count_of
@@ -33,8 +34,8 @@ class RunPlan:
     """What is gathered and reduced together: units of a fully sharded model, else single buckets."""
     rank_bytes: RankBytes
     """What the fullest rank holds between steps."""
-    stage: int
-    """Index of the pipeline's stage whose ranks hold most: units and bytes are theirs."""
+    stage: Stage
+    """The pipeline's stage whose ranks hold most: units and bytes are theirs."""
     muon: MuonShares | None
     """Muon's work by ranks; None: another optimizer, or sharded parameters, whose owners are found once they are."""
     exchanges: tuple[Exchange, ...]
@@ -100,17 +101,11 @@ def plan_run(config: Config, ranks: int) -> RunPlan:
     Raises ``ConfigError`` if the global batch or the ranks do not divide evenly.
     """
     config.check_ranks(ranks)
-    pp, meta = config.mesh.pp, torch.device("meta")
-    whole = build_language_model(config.model, seed=0, device=meta)
-    stages = [build_model(config.model, seed=0, device=meta, stage=Stage(index, pp)) for index in range(pp) if pp > 1]
-    count = count_of(whole)
-    plans = [_plan_stage(config, ranks, index, stage, count) for index, stage in enumerate(stages or [whole])]
-    return max(plans, key=lambda plan: plan.rank_bytes.total)
-
-
-def _plan_stage(config: Config, ranks: int, stage: int, model: LanguageModel, parameters: ParameterCount) -> RunPlan:
-    """The plan of the ranks that have ``model``."""
-    muon = config.optimizer.muon_of(model)
+    pp, make = config.mesh.pp, partial(build_language_model, config.model, seed=0, device=torch.device("meta"))
+    # The last stage has a norm more than the first one, which has another block where these do not divide.
+    stage = Stage(0 if config.model.num_layers % pp else pp - 1, pp)
+    model = make(stage=stage)
+    muon, parameters = config.optimizer.muon_of(model), count_of(model if pp == 1 else make())
     if config.mesh.tp > 1 and isinstance(model, GPT):
         group: Any = dist.ProcessGroup(0, config.mesh.tp)  # type: ignore[call-arg]  # a rank and a size alone
         cut_gpt(model, group, sequence_parallel=config.mesh.sequence_parallel, runs=False)

@@ -124,7 +124,7 @@ class Trainer:
         self.scheduler = LambdaLR(self.wrapped.optimizer, lambda step: lr_factor(config.optimizer, step, pace.fraction))
         self.saver = RunSaver(config, self.wrapped, is_main=runtime.is_main, say=display.message)
         self.profiler = StepProfiler(config, runtime)
-        how = False if config.mesh.waits_for_rows or config.mesh.pp > 1 else settings.cuda_graph
+        how = False if config.mesh.runs_eagerly else settings.cuda_graph
         self.graphed = self.wrapped.graphed(self._iteration, how)
         self.validated = True
         """False if an interrupted run ended before the validation that was due."""
