@@ -52,29 +52,27 @@ def plain(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return request.param, run(tmp_path_factory.mktemp("plain"), "ddp", 1, data=DATA[request.param])
 
 
+FORMS: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "ddp, pp 3": ("ddp", 3, {"pp": 3}),
+    "ddp, GPipe": ("ddp", 2, {"pp": 2, "pp_schedule": "GPipe"}),
+    "zero1, zero bubble": ("zero1", 2, ZERO_BUBBLE),
+    "zero1, dp 2": ("zero1", 4, {"pp": 2}),
+    "hybrid": ("hybrid", 4, {"pp": 2}),
+    "fsdp, dp 2": ("fsdp", 4, {"pp": 2}),
+    "fsdp, zero bubble": ("fsdp", 2, ZERO_BUBBLE),
+    "hsdp": ("hsdp", 4, {"pp": 2}),
+    "zero1, tp 2": ("zero1", 4, {"pp": 2, "tp": 2}),
+    "ddp, parts of sequences": ("ddp", 4, {"tp": 2, "sequence_parallel": True} | ZERO_BUBBLE),
+    "fsdp, tp 2": ("fsdp", 4, {"pp": 2, "tp": 2}),
+    "zero1, cp 2": ("zero1", 4, {"pp": 2, "cp": 2}),
+}
+
+
 @pytest.mark.in_turn
-@pytest.mark.parametrize(
-    ("parallel", "ranks", "mesh"),
-    [
-        ("ddp", 3, {"pp": 3}),
-        ("ddp", 2, {"pp": 2, "pp_schedule": "GPipe"}),
-        ("zero1", 2, ZERO_BUBBLE),
-        ("zero1", 4, {"pp": 2}),
-        ("hybrid", 4, {"pp": 2}),
-        ("fsdp", 4, {"pp": 2}),
-        ("fsdp", 2, ZERO_BUBBLE),
-        ("hsdp", 4, {"pp": 2}),
-        ("zero1", 4, {"pp": 2, "tp": 2}),
-        ("ddp", 4, {"tp": 2, "sequence_parallel": True} | ZERO_BUBBLE),
-        ("fsdp", 4, {"pp": 2, "tp": 2}),
-        ("zero1", 4, {"pp": 2, "cp": 2}),
-    ],
-)
-def test_stages_train_the_same_model(
-    tmp_path: Path, plain: tuple[str, list[float]], parallel: str, ranks: int, mesh: dict[str, Any]
-):
+@pytest.mark.parametrize("form", FORMS)
+def test_stages_train_the_same_model(tmp_path: Path, plain: tuple[str, list[float]], form: str):
     """Clipped steps. Losses and norms are equal on all ranks: rank 0, which has the first stage, writes them."""
-    documents, expected = plain
+    (documents, expected), (parallel, ranks, mesh) = plain, FORMS[form]
     checks = {} if "sd" in parallel else {"ddp": {"check_replicas_every": 1, "check_for_nan_in_grad": True}}
     numbers = run(tmp_path, parallel, ranks, mesh=mesh, data=DATA[documents], **checks)
     assert numbers == pytest.approx(expected, rel=2e-6)
