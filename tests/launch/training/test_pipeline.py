@@ -12,6 +12,7 @@ from tiny_run import tiny_config
 
 from maingrad.launch import simulate
 from maingrad.launch.config.run import Config
+from maingrad.launch.plan.exchanged import exchanges_of
 from maingrad.launch.simulation.group import SimulatedProcessGroup
 from maingrad.launch.training.metrics import read_metrics
 from maingrad.launch.training.pipelined import PipelinedTrainer
@@ -210,4 +211,6 @@ def test_activations_travel_to_the_next_stage_and_gradients_back(tmp_path: Path,
     activations = 8 * 24 * 32 * 4
     moved = {rank: [each for each in nbytes if each >= activations] for rank, nbytes in sent.items()}
     # Three steps of three microbatches, and a validation of one.
+    (planned,) = exchanges_of(config, 3)  # of a step, and of a stage in the middle
+    assert (planned.ranks, planned.calls, planned.nbytes) == (3, 6, 6 * activations)
     assert moved == {0: [activations] * 10, 1: [activations] * 19, 2: [activations] * 9}
