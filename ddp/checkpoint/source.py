@@ -50,17 +50,16 @@ class CheckpointRanks(NamedTuple):
 
     def with_tensor(self, group: dist.ProcessGroup | None) -> "CheckpointRanks":
         """With these tensor-parallel ranks, which are among those that errors name."""
-        return self if group is None else self._naming(group)._replace(tensor=group)
-
-    def with_pipeline(self, group: dist.ProcessGroup | None) -> "CheckpointRanks":
-        """With the ranks of all stages of a pipeline, which are among those that errors name."""
-        return self if group is None else self._naming(group)._replace(pipeline=group)
-
-    def _naming(self, group: dist.ProcessGroup) -> "CheckpointRanks":
+        if group is None:
+            return self
         failures, own = self.failures or FailureReporter(), RankGrid(group, None, None)
         if own not in (known := [*failures.grids]):
             failures.grids = [*known, own]
-        return self._replace(failures=failures)
+        return self._replace(tensor=group, failures=failures)
+
+    def with_pipeline(self, group: dist.ProcessGroup | None) -> "CheckpointRanks":
+        """With the ranks of a pipeline's stages, which errors name too."""
+        return self.with_tensor(group)._replace(tensor=self.tensor, pipeline=group)
 
     @property
     def axes(self) -> Sequence[dist.ProcessGroup]:

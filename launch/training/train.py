@@ -57,7 +57,8 @@ class TrainResult(NamedTuple):
     is_main: bool
     """Whether this is rank 0, which writes files."""
     model: nn.Module
-    """The trained model without ``DistributedDataParallel``; under ``fsdp`` and ``hsdp`` it is fully sharded."""
+    """The trained model without ``DistributedDataParallel``, or this rank's stage of it; under ``fsdp`` and ``hsdp`` it
+    is fully sharded."""
 
 
 def train(config: Config, *, stop: StopRequest | None = None, display: Display | None = None) -> TrainResult:
