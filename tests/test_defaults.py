@@ -162,7 +162,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "te_integration.TokenDispatcher": {"transport": "all_to_all", "quantize_rows": False},
     "te_integration.WgradQueue": {"fill_waits": False},
     "pipeline.finalize_model_grads": {"force_all_reduce": False},
-    "pipeline.PipelineStage": {"average_microbatches": True},
+    "pipeline.PipelineStage": {"average_microbatches": True, "delay_wgrad": True},
     "kernels.grouped_linear": {"transposed": False},
     "kernels.grouped_wgrad_accumulate": {"overwrite": False},
     "kernels.glu_named": {"limit": 7.0, "alpha": 1.702, "linear_offset": 1.0},

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -44,6 +45,7 @@ def save_checkpoint(
     *,
     extra: Any = None,
     background: bool = False,
+    pipeline_group: dist.ProcessGroup | None = None,
 ) -> PendingSave:
     """Write the model and its optimizer into the folder ``path``, on a file system that all ranks share.
 
@@ -55,13 +57,15 @@ def save_checkpoint(
                ``extra`` is written
     background  True: copy to host memory what this rank writes, return a ``PendingSave``, and write in a thread while
                training goes on. The model's next save or load waits for the thread first
+    pipeline_group  the ranks with the pipeline's other stages. ``model`` is this rank's stage, whose parameters have
+               other names than other stages'; but a shared embedding has one name on all. A module without it takes all
 
     Call it between steps: gradients are not saved. The folder appears at ``path`` when it is complete, and replaces a
     checkpoint there. Raises ``FileExistsError`` where something else is at ``path``, and where another save to ``path``
     is running. All ranks raise the same error.
     """
     finish_pending(model)
-    source = source_of(model)
+    source = _source_of(model, pipeline_group)
     ranks = source.ranks
     if ranks.grid.leaves_ranks_out and getattr(model, "tensor_ranks", None) is None:
         refuse_slices(
@@ -102,7 +106,13 @@ def save_checkpoint(
 
 
 @torch.no_grad()
-def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | None = None) -> Any:
+def load_checkpoint(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    pipeline_group: dist.ProcessGroup | None = None,
+) -> Any:
     """Read a checkpoint of ``save_checkpoint`` into a model with the same parameters; returns ``extra``.
 
     model      a ``DistributedDataParallel`` or ``fully_shard`` model of any number of ranks, buckets and placement:
@@ -110,6 +120,7 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
                alone, or with the ranks that hold its other slices
     optimizer  the model's optimizer, of the saved class and with the saved groups of parameters. Hyperparameters,
                masters and moments become the saved ones. None: only the weights are read
+    pipeline_group  as of ``save_checkpoint``. Other stages of any number may have saved, or a whole model
 
     Raises the same error on all ranks, before the model has changed: ``FileNotFoundError``; ``ValueError`` for a folder
     that is no complete checkpoint, truncated files, parameters that are missing, unknown or of another shape or dtype,
@@ -117,17 +128,22 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
     overwritten.
     """
     finish_pending(model)
-    source = source_of(model)
+    source = _source_of(model, pipeline_group)
     ranks = source.ranks
     target, _, sets = _check_same_call(path, optimizer, source, "load_checkpoint")
 
     at_the_end: list[Callable[[], None]] = []
+    elsewhere = _modules_elsewhere(source)
 
     def prepare() -> Callable[[Manifest], Parts]:
         held = source.hold(optimizer, saving=False)
 
         def choose(manifest: Manifest) -> Parts:
-            stored = sets.here_of(manifest.tensors)
+            stored = {
+                name: there
+                for name, there in sets.here_of(manifest.tensors).items()
+                if name.rpartition("@")[2].rpartition(".")[0] not in elsewhere
+            }
             entries = {name: manifest.tensors[there] for name, there in stored.items()}
             holding, adopts = _with_on_demand(_with_sets(held, stored), source.module, entries)
             _check_fits(target, manifest, entries, holding, sets)
@@ -151,10 +167,12 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
 
 
 @torch.no_grad()
-def prepare_background_saves(model: nn.Module, optimizer: Optimizer | None = None) -> None:
+def prepare_background_saves(
+    model: nn.Module, optimizer: Optimizer | None = None, *, pipeline_group: dist.ProcessGroup | None = None
+) -> None:
     """Take the host memory of background saves now, so that the first one is as short as those after it.
 
-    model, optimizer  as of ``save_checkpoint``. Collective over the model's ranks
+    model, optimizer, pipeline_group  as of ``save_checkpoint``. Collective over the model's ranks
 
     Call it after the first step: before, most optimizers have no state. Copies from a GPU go to page-locked memory,
     which takes 0.6 seconds for each GB to get, and which torch keeps. A thread gets it while training goes on, and the
@@ -165,13 +183,26 @@ def prepare_background_saves(model: nn.Module, optimizer: Optimizer | None = Non
     three times as fast. No CUDA graph can be captured before the memory is there.
     """
     finish_pending(model)
-    source = source_of(model)
+    source = _source_of(model, pipeline_group)
     *_, sets = _check_same_call(os.sep, optimizer, source, "prepare_background_saves")  # a path that all ranks have
     mine, *_ = _list_saved(source, optimizer, sets, "the listing of what is saved")
     reserve_memory(model, mine)
 
 
 # ---- The call, alike on all ranks. ----
+
+
+def _source_of(model: nn.Module, pipeline_group: dist.ProcessGroup | None) -> CheckpointSource:
+    source = source_of(model)
+    source.ranks = source.ranks.with_pipeline(pipeline_group)
+    return source
+
+
+def _modules_elsewhere(source: CheckpointSource) -> set[str]:
+    """The modules that only a pipeline's other stages have. Collective over the stages."""
+    own, ranks = {name for name, _ in source.module.named_modules()}, source.ranks
+    stages = () if ranks.pipeline is None else (ranks.pipeline,)
+    return set().union(*gather(own, stages, ranks.failures, "the names of all stages' modules").values()) - own
 
 
 class ExpertSets(NamedTuple):
@@ -271,8 +302,9 @@ def _look_at(holding: Holding, ranks: CheckpointRanks, sets: ExpertSets) -> tupl
     """This rank's parameters, masters, moments and buffers to save, by their names in the files: views of memory. And
     what the rank tells of them.
 
-    Whole parameters, which all ranks hold, are dealt to the writers in turn. Slices are told by every rank that holds
-    them. Running statistics may differ between ranks: the first one's are saved, as ``broadcast_params`` copies them.
+    Whole parameters, which all ranks hold, are dealt to the writers in turn. Slices, and the parameters of a pipeline's
+    stage, are told by every rank that holds them. Running statistics may differ between ranks: the first one's are
+    saved, as ``broadcast_params`` copies them.
     """
     tensors, slices = holding.tensors, holding.tensors.slices
     of_sets = tensors.unplaced_experts
@@ -283,7 +315,8 @@ def _look_at(holding: Holding, ranks: CheckpointRanks, sets: ExpertSets) -> tupl
     parts: Parts = {}
     told: dict[str, dict[str, Any]] = {stored(name): {"is_buffer": True} for name in tensors.buffers}
     for turn, (name, tensor) in [*enumerate(holding.whole.items()), *((0, each) for each in tensors.buffers.items())]:
-        if name in tensors.experts or name in slices or turn % ranks.num_writers == ranks.place:
+        told_by_all = name in tensors.experts or name in slices or ranks.pipeline is not None
+        if told_by_all or turn % ranks.num_writers == ranks.place:
             parts |= _dense(stored(name), tensor, slices.get(name))
         if name not in tensors.buffers:
             told[stored(name)] = {"shape": tensors.shape_of(name, tensor.shape)}  # refused where nobody writes it

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..collectives.failure_report import FailureReporter, run_and_gather
-from ..collectives.rank_grid import RankGrid, group_rank, group_size
+from ..collectives.rank_grid import RankGrid
 from ..plan.model_slice import ModelSlice, model_slice_of
 from ..plan.owned_params import buffers_of_experts, is_marked_expert
 
@@ -45,6 +45,8 @@ class CheckpointRanks(NamedTuple):
     """The ranks that hold the same experts as this one; None: all ranks do."""
     tensor: dist.ProcessGroup | None = None
     """The tensor-parallel ranks, each of which is in another ``grid``. An instance has all of them."""
+    pipeline: dist.ProcessGroup | None = None
+    """The ranks with a pipeline's other stages, each of which has other parameters. An instance has all of them."""
 
     def with_tensor(self, group: dist.ProcessGroup | None) -> "CheckpointRanks":
         """With these tensor-parallel ranks, which are among those that errors name."""
@@ -55,10 +57,14 @@ class CheckpointRanks(NamedTuple):
             failures.grids = [*known, own]
         return self._replace(tensor=group, failures=failures)
 
+    def with_pipeline(self, group: dist.ProcessGroup | None) -> "CheckpointRanks":
+        """With the ranks of a pipeline's stages, which errors name too."""
+        return self.with_tensor(group)._replace(tensor=self.tensor, pipeline=group)
+
     @property
     def axes(self) -> Sequence[dist.ProcessGroup]:
         """The groups of more than one rank: those of an instance, then that across instances."""
-        groups = (self.grid.inner, self.tensor, self.grid.outer)
+        groups = (self.grid.inner, self.tensor, self.pipeline, self.grid.outer)
         return [group for group in groups if group is not None and group.size() > 1]
 
     @property
@@ -69,17 +75,16 @@ class CheckpointRanks(NamedTuple):
     @property
     def place(self) -> int:
         """Index of this rank in the order in which ``run_and_gather`` returns what the ranks tell."""
-        of_instance = group_rank(self.tensor) * self.grid.inner_size + self.grid.inner_rank
-        return self.grid.outer_rank * self._instance_size + of_instance
+        place = 0
+        for group in reversed(self.axes):
+            place = place * group.size() + group.rank()
+        return place
 
     @property
     def num_writers(self) -> int:
         """The first so many ranks write; the others hold the same values."""
-        return self._instance_size * (1 if self.instances_alike else self.grid.outer_size)
-
-    @property
-    def _instance_size(self) -> int:
-        return self.grid.inner_size * group_size(self.tensor)
+        ranks = math.prod(group.size() for group in self.axes)
+        return ranks // self.grid.outer_size if self.instances_alike else ranks
 
     def run_on_all_ranks(self, action: Callable[[], T], what: str) -> T:
         """Run ``action`` on every rank. Where it raises on one rank, all raise; see ``agreement.alike``."""

@@ -6,11 +6,11 @@ key   what its ranks have
 dp    other samples
 cp    other parts of the same sequences; attention exchanges parts for heads
 tp    the same tokens, and parts of the weights of attention and feed-forwards
-pp    other blocks: in a loop of one's own
+pp    other blocks of the same samples
 ep    other experts, and other samples or parts of them: neighbours among dp x cp
 ====  =================================================================================================================
 
-Ranks are numbered with tp changing fastest, then cp, then dp. Gradients are averaged over dp and cp.
+Ranks are numbered with tp changing fastest, then cp, dp and pp. Gradients are averaged over dp and cp.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,32 @@ from .error import require
 from .model import ModelConfig
 from .table import Count, Table
 
-__all__ = ["MeshConfig"]
+__all__ = ["WHOLE", "MeshConfig", "Stage"]
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Consecutive blocks of a model, one part of a pipeline. By default the whole model."""
+
+    index: int = 0
+    count: int = 1
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the stage embeds tokens."""
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the stage computes the loss."""
+        return self.index == self.count - 1
+
+    def blocks(self, num_layers: int) -> range:
+        """Indices of the stage's blocks. Where they do not divide, earlier stages have one more."""
+        return range(-(-num_layers * self.index // self.count), -(-num_layers * (self.index + 1) // self.count))
+
+
+WHOLE = Stage()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +66,11 @@ class MeshConfig(Table):
     """Ulysses: in attention each rank has a part of the heads that ``tp`` leaves, which ``cp`` divides. Ring: keys and
     values travel; a rank has a part of the front and one of the back of each sequence, which ``2 * cp`` divides."""
     pp: Count = 1
-    """Pipeline stages: 1. ``maingrad.te_integration.pipeline`` has stages for a loop of one's own."""
+    """Pipeline stages: each has some of the blocks. At most ``num_layers``, and at most ``num_microbatches``."""
+    pp_schedule: Literal["1F1B", "GPipe", "InterleavedZeroBubble"] = "1F1B"
+    """The order of the stages' work, by the names of ``torch.distributed.pipelining``. 1F1B: a stage keeps the
+    activations of at most ``pp`` microbatches. GPipe: all forwards, then all backwards. InterleavedZeroBubble: as 1F1B,
+    and weight gradients are computed while a stage would wait."""
     ep: Count = 1
     """Ranks that share out the experts of each block, and send each other tokens; others hold the same experts.
     Divides dp x cp, and ``num_experts``."""
@@ -51,27 +80,27 @@ class MeshConfig(Table):
     numbers of rows. "symmetric": between GPUs of one NVLink domain, by kernels; the host waits for nothing."""
 
     def check(self) -> None:
-        remedy = "must be 1: maingrad train has no pipeline; te_integration.pipeline has stages for your own loop"
-        self.require(self.pp == 1, "pp", remedy)
-
+        remedy = "has no effect with mesh.pp = 1; leave it out"
+        self.require(self.pp > 1 or self.pp_schedule == "1F1B", "pp_schedule", remedy)
         remedy = "has no effect with mesh.ep = 1; leave it out"
         self.require(self.ep > 1 or self.transport == "all_to_all", "transport", remedy)
 
     @property
-    def waits_for_rows(self) -> bool:
-        """Whether the host waits for numbers of rows, so that no step is a CUDA graph."""
-        return self.ep > 1 and self.transport == "all_to_all"
+    def runs_eagerly(self) -> bool:
+        """Whether no step is a CUDA graph: the host waits for numbers of rows, or runs a pipeline's schedule."""
+        return self.pp > 1 or (self.ep > 1 and self.transport == "all_to_all")
 
     @property
     def ranks_of_sample(self) -> int:
         """Number of ranks that compute one sample together."""
-        return self.tp * self.cp
+        return self.tp * self.cp * self.pp
 
     @property
     def said(self) -> str:
         """The mesh in words, behind a number of ranks."""
-        sample = f" (tp {self.tp}, cp {self.cp})" if self.ranks_of_sample > 1 else ""
-        return f"{sample} (ep {self.ep})" if self.ep > 1 else sample
+        sizes = {"tp": self.tp, "cp": self.cp, "pp": self.pp, "ep": self.ep}
+        axes = ", ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
+        return axes and f" ({axes})"
 
     def check_model(self, model: ModelConfig, sequence_length: int) -> None:
         """Raise ``ConfigError`` if the model or its sequences cannot be cut so."""
@@ -79,10 +108,15 @@ class MeshConfig(Table):
             "must be 1 with model.hugging_face; in your own loop cut the model by transformers' tp_plan and give "
             "parallelize the group, or let its attention call maingrad.launch.ulysses"
         )
-        for name in ("tp", "cp"):
+        for name in ("tp", "cp", "pp"):
             self.require(getattr(self, name) == 1 or model.hugging_face is None, name, remedy)
-        remedy = "must be 1 with model.num_experts: experts are not cut; shard them by parallel"
-        self.require(self.tp == 1 or not model.num_experts, "tp", remedy)
+        remedy = "must be 1 with model.num_experts: share experts out by mesh.ep, or shard them by parallel"
+        for name in ("tp", "pp"):
+            self.require(getattr(self, name) == 1 or not model.num_experts, name, remedy)
+        remedy = f"must be at most model.num_layers = {model.num_layers}"
+        self.require(self.pp <= model.num_layers, "pp", remedy)
+        remedy = 'must be 1 with model.delay_wgrad_layers: set mesh.pp_schedule = "InterleavedZeroBubble" in its place'
+        self.require(self.pp == 1 or not model.delay_wgrad_layers, "pp", remedy)
         remedy = "must be 1 with model.hugging_face; in your own loop give parallelize(model, ..., ep=) the ranks"
         self.require(self.ep == 1 or model.hugging_face is None, "ep", remedy)
         remedy = f"must divide model.num_experts = {model.num_experts}"
@@ -110,8 +144,8 @@ class MeshConfig(Table):
 
     def data_ranks(self, world_size: int) -> int:
         """``dp`` of so many ranks. Raises ``ConfigError`` if they are no such mesh."""
-        remedy = f"mesh.tp * mesh.cp = {self.ranks_of_sample} must divide the {world_size} rank(s)"
-        require(world_size % self.ranks_of_sample == 0, "mesh", f"{self.tp} x {self.cp}", remedy)
+        remedy = f"mesh.tp * mesh.cp * mesh.pp = {self.ranks_of_sample} must divide the {world_size} rank(s)"
+        require(world_size % self.ranks_of_sample == 0, "mesh", f"{self.tp} x {self.cp} x {self.pp}", remedy)
         found = world_size // self.ranks_of_sample
         self.require(
             self.dp in (None, found),

@@ -96,13 +96,13 @@ class Config:
         if settings.cuda_graph is True:
             self._check_graph()
         self.mesh.check_model(model, settings.sequence_length)
+        if self.mesh.pp > 1:
+            self._check_pipeline()
         remedy = "would differ where tensor-parallel ranks have the same activations: set mesh.sequence_parallel = true"
         same = self.mesh.tp > 1 and not self.mesh.sequence_parallel
         model.require(not (same and model.dropout), "dropout", remedy)
-        remedy = (
-            "updates whole matrices, of which tensor-parallel ranks have slices: set mesh.tp = 1, or another optimizer"
-        )
-        self.optimizer.require(self.mesh.tp == 1 or not self.optimizer.has_muon, "name", remedy)
+        remedy = "looks at all of the model and its matrices: set mesh.tp = 1 and mesh.pp = 1, or another optimizer"
+        self.optimizer.require(self.mesh.tp * self.mesh.pp == 1 or not self.optimizer.has_muon, "name", remedy)
         ring = self.mesh.cp_attention == "ring"
         remedy = 'has masks that mesh.cp_attention = "ring" does not know: set "join" or "pad", or "ulysses" there'
         data.require(not ring or data.documents != "mask", "documents", remedy)
@@ -127,8 +127,8 @@ class Config:
             "does not go with ddp.check_for_nan_in_grad and ddp.check_replicas_every, which read results on the host"
         )
         settings.require(not reads, "cuda_graph", remedy)
-        remedy = 'does not go with mesh.transport = "all_to_all", which waits for numbers of rows: set "symmetric"'
-        settings.require(not self.mesh.waits_for_rows, "cuda_graph", remedy)
+        remedy = 'does not go with mesh.transport = "all_to_all", which waits for numbers of rows, and with mesh.pp'
+        settings.require(not self.mesh.runs_eagerly, "cuda_graph", remedy)
         remedy = 'does not go with data.documents = "mask" and "pad": numbers of targets differ from step to step'
         settings.require(self.data.documents == "join", "cuda_graph", remedy)
         remedy = (
@@ -136,6 +136,18 @@ class Config:
             "a captured graph cannot draw a mask again"
         )
         settings.require(settings.recompute == "none" or not self.may_draw, "recompute", remedy)
+
+    def _check_pipeline(self) -> None:
+        mesh, count = self.mesh, self.train.num_microbatches
+        remedy = f"must be at least mesh.pp = {mesh.pp}, so that all stages compute at a time"
+        self.train.require(count >= mesh.pp, "num_microbatches", remedy)
+        rounds = count // mesh.pp if mesh.pp_schedule == "InterleavedZeroBubble" else 1
+        remedy = f"must be a multiple of {rounds}, the whole part of num_microbatches / mesh.pp, under mesh.pp_schedule"
+        self.train.require(count % rounds == 0, "num_microbatches", remedy)
+        remedy = "does not go with train.compile, whose graphs have no slots for weight gradients: set another"
+        mesh.require(mesh.pp_schedule != "InterleavedZeroBubble" or not self.train.compile, "pp_schedule", remedy)
+        remedy = f'does not go with mesh.pp under parallel = "{self.parallel}": take another, or leave it out'
+        self.model.require(not (self.model.tie_embeddings and self.fully_sharded), "tie_embeddings", remedy)
 
     @property
     def may_draw(self) -> bool:

@@ -54,7 +54,7 @@ def cut_gpt(model: GPT, group: dist.ProcessGroup, *, sequence_parallel: bool = F
         if ranks is not None:
             exchange_over_ranks(linear, [mode], ranks, group)
 
-    words = model.embedding.weight
+    words = None if model.embedding is None else model.embedding.weight
     for module in model.modules():
         if isinstance(module, Attention):
             cut(module.qkv, "column", module.split)
@@ -69,10 +69,13 @@ def cut_gpt(model: GPT, group: dist.ProcessGroup, *, sequence_parallel: bool = F
             shape = tuple(module.weight.shape)
             whole = ModelSlice(shape, (Box((0,), shape),), None, group, "partial")
             set_model_slice(module.weight, whole)
-    tied = model.head.weight is words
-    cut(model.head, "column", [model.vocab_size])
-    model.embedding.weight = model.head.weight if tied else _cut(words, 0, [model.vocab_size], group)
-    model.embedding.num_embeddings = len(model.embedding.weight)
+    tied = model.head is not None and model.head.weight is words
+    if model.head is not None:
+        cut(model.head, "column", [model.vocab_size])
+    if words is not None:
+        model.embedding.weight = model.head.weight if tied else _cut(words, 0, [model.vocab_size], group)
+        model.embedding.num_embeddings = len(model.embedding.weight)
+        model.mark_shared_embedding()
     model.tensor_ranks, model.first_word = ranks, part_of(model.vocab_size, rank, size)[0]
     if isinstance(model.head, LinearCrossEntropy):
         model.head.first_class = model.first_word

@@ -13,7 +13,7 @@ gradients reach ``main_grad`` through the hook.
 
 import math
 import re
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ...te_integration import Embedding, Linear, LinearCrossEntropy, TokenDispatcher, WgradQueue, autocast
 from ...te_integration.dense.products import Ranks
 from ...te_integration.dense.tensor_parallel import from_rows
+from ..config.mesh import WHOLE, Stage
 from ..config.run import ModelConfig
 from ..parallelizing.exchanges import ALONE, ContextRanks, ring_attention, ulysses
 from .feed_forward import FeedForward, make_linear
@@ -153,27 +154,36 @@ class GPT(nn.Module):
 
     Parameters are made in ``config.param_dtype`` on ``device`` (``meta`` allocates nothing). The rotary tables stay in
     fp32. Weights are drawn by :meth:`reset_parameters` from torch's default generator.
+
+    stage  what a pipeline's rank has of the model, under the names of the whole: its blocks; the embedding on the first
+           stage, and where it is tied on the last one too; norm and head on the last one. What is not here is None
     """
 
-    def __init__(self, config: ModelConfig, device: torch.device | None = None) -> None:
+    def __init__(self, config: ModelConfig, device: torch.device | None = None, stage: Stage = WHOLE) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.stage = config, stage
         dtype = config.dtype("param_dtype")
         fuse = config.fuse_wgrad_accumulation
-        self.embedding = Embedding(
+        self.embedding: Any = Embedding(
             config.vocab_size, config.dim, device=device, dtype=dtype, fuse_wgrad_accumulation=fuse
         )
         self.dropout = nn.Dropout(config.dropout)
         first_delayed = config.num_layers - config.delay_wgrad_layers
-        self.blocks = nn.ModuleList(
-            Block(config, device, has_experts=config.has_experts(index), delay_wgrad=index >= first_delayed)
-            for index in range(config.num_layers)
-        )
-        self.norm = nn.RMSNorm(config.dim, eps=1e-6, device=device, dtype=dtype)
-        self.head = _make_head(config, device)
+        self.blocks = nn.ModuleList()
+        for index in range(config.num_layers):  # the other stages' too: modules draw when they are made
+            block = Block(config, device, has_experts=config.has_experts(index), delay_wgrad=index >= first_delayed)
+            if index in stage.blocks(config.num_layers):
+                self.blocks.add_module(str(index), block)
+        self.norm: Any = nn.RMSNorm(config.dim, eps=1e-6, device=device, dtype=dtype)
+        self.head: Any = _make_head(config, device)
         if config.tie_embeddings:
             self.head.weight = self.embedding.weight
             self.head.mark_delayed_weights()
+        if not (stage.is_first or (stage.is_last and config.tie_embeddings)):
+            self.embedding = None
+        if not stage.is_last:
+            self.norm = self.head = None
+        self.mark_shared_embedding()
         cos, sin = rotary_tables(config.context_length, config.head_dim, config.rotary_base, device)
         self.register_buffer("rotary_cos", cos, persistent=False)
         self.register_buffer("rotary_sin", sin, persistent=False)
@@ -197,18 +207,29 @@ class GPT(nn.Module):
 
         Matrices that write to the residual stream get ``init_std / sqrt(2 * layers)``.
 
-        Weights are drawn in fp32 and then rounded: bf16 and fp32 models of one seed start from the same weights.
+        Weights are drawn in fp32 and then rounded: bf16 and fp32 models of one seed start from the same weights. A
+        stage draws the other stages' weights too, and drops them.
         """
-        if self.embedding.weight.is_meta:
+        device = self.rotary_cos.device
+        if device.type == "meta":
             return
         residual_std = self.config.init_std / math.sqrt(2 * self.config.num_layers)
-        for name, parameter in self.named_parameters():
+        own = dict(self.named_parameters())
+        whole = self if self.stage.count == 1 else GPT(self.config, torch.device("meta"))
+        for name, parameter in whole.named_parameters():
             if parameter.dim() < 2:
                 continue
             std = residual_std if _WRITES_TO_RESIDUAL.search(name) else self.config.init_std
             # Drawn expert by expert, so that packed and discrete weights of one seed are the same.
-            for matrix in parameter if parameter.dim() == 3 else [parameter]:
-                matrix.copy_(torch.randn(matrix.shape, device=matrix.device) * std)
+            for place, matrix in enumerate(parameter if parameter.dim() == 3 else [parameter]):
+                drawn = torch.randn(matrix.shape, device=device) * std
+                if name in own:
+                    own[name].view(-1, *matrix.shape)[place].copy_(drawn)
+
+    def mark_shared_embedding(self) -> None:
+        """Say of the embedding's weight that two stages have copies, where it is so."""
+        if self.stage.count > 1 and self.config.tie_embeddings and self.embedding is not None:
+            self.embedding.weight.shared_embedding = True
 
     @property
     def vocab_size(self) -> int:
@@ -232,6 +253,9 @@ class GPT(nn.Module):
     def forward(self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
         """``tokens`` [B, T] int64 -> logits [B, T, V], or with ``targets`` [B, T] the mean cross-entropy in nats, fp32.
 
+        Between a pipeline's stages travel activations [B, T, D], in place of ``tokens`` and of the result. Under
+        sequence parallelism they are this rank's part of T; each stage knows T from ``targets``.
+
         Negative targets do not count, and experts and their routers leave out padding: the places of a row behind its
         last target that counts. With ``positions`` [B, T] int64, which begin at 0 with each document, attention
         stays within documents; rotary positions are relative, so those of the sequence serve all documents. They are
@@ -240,7 +264,7 @@ class GPT(nn.Module):
         In training, the returned loss includes the losses of all routers; ``loss_parts`` holds the parts.
         Raises ``ValueError`` for sequences longer than ``context_length``.
         """
-        length = tokens.shape[1] * self.context.size
+        length = (tokens if targets is None else targets).shape[1] * self.context.size
         if length > self.config.context_length:
             raise ValueError(
                 f"a sequence of {length} tokens is longer than model.context_length = {self.config.context_length}"
@@ -248,12 +272,14 @@ class GPT(nn.Module):
         cos, sin = (self.context.own(table[:length], 0) for table in (self.rotary_cos, self.rotary_sin))
         mask = None if positions is None else _within_documents(positions)
         is_padding = None if targets is None or not self.config.num_experts else find_padding(targets, self.context)
-        x = self.dropout(self._embedded(tokens))
+        x = self.dropout(self._embedded(tokens)) if self.stage.is_first else tokens
         routers: list[RouterStats] = []
         for block in self.blocks:
             x, stats = block(x, cos, sin, mask, is_padding)
             if stats is not None:
                 routers.append(stats)
+        if not self.stage.is_last:
+            return x
         with autocast(enabled=False):  # recipes leave the head as it is: its errors are the loss's
             if targets is None:
                 logits: Tensor = self.head(self.norm(x))
@@ -299,9 +325,10 @@ def _within_documents(positions: Tensor) -> Tensor:
     return same.tril()[:, None]
 
 
-def build_model(config: ModelConfig, *, seed: int, device: torch.device | None = None) -> GPT:
-    """The model with weights drawn from ``seed``: the same on every rank, whatever the default generator's state."""
+def build_model(config: ModelConfig, *, seed: int, device: torch.device | None = None, stage: Stage = WHOLE) -> GPT:
+    """The model, or a stage of it, with weights drawn from ``seed``: the same on every rank, whatever the state of the
+    default generator."""
     devices = [device] if device is not None and device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)
-        return GPT(config, device)
+        return GPT(config, device, stage)

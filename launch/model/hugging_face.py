@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ...te_integration import convert_linears
 from ...te_integration.dense.linear import LinearModule
 from ..config.error import ConfigError
+from ..config.mesh import WHOLE, Stage
 from ..config.model import ModelConfig
 from ..parallelizing.blocks import default_units
 from .gpt import GPT, build_model
@@ -107,17 +108,19 @@ def build_language_model(
     device: torch.device | None = None,
     placeholder: bool = False,
     pads: bool = False,
+    stage: Stage = WHOLE,
 ) -> LanguageModel:
     """The model of ``config`` on ``device``: the same on every rank. On meta nothing is allocated.
 
     placeholder  a model of Hugging Face is on meta, with the dtypes that stored weights have when they are loaded:
                  another rank gives the values
     pads         whether rows end with padding (``HuggingFaceModel``)
+    stage        of the GPT
 
     Raises ``ConfigError`` for a folder that cannot be read, and if ``transformers`` is missing.
     """
     if config.hugging_face is None:
-        return build_model(config, seed=seed, device=device)
+        return build_model(config, seed=seed, device=device, stage=stage)
     device = torch.device("meta" if placeholder else "cpu" if device is None else device)
     folder = config.hugging_face
     if not Path(folder).is_dir():

@@ -14,6 +14,8 @@ ranks with other experts  the T k rows of the chosen experts, sent and brought b
                           their probabilities; in backward their gradients               experts are chosen evenly
 context-parallel ranks    q and the mixture [B, H, T, C], k and v [B, K, T, C], of all   (n-1)/n of each
                           n parts of a sequence; their gradients in backward
+pipeline's ranks          between two stages [B, T, D] of each microbatch, and its        what a stage in the middle
+                          gradient                                                       sends
 in a ring                 k and v [B, H, T, C] in forward and in backward; their         n-1 of each, and n of the
                           gradients in backward, in fp32                                 gradients
 ========================  =============================================================  ==============================
@@ -44,18 +46,19 @@ def exchanges_of(config: Config, ranks: int) -> tuple[Exchange, ...]:
     """What a run on so many ranks exchanges in a step; nothing where every rank has samples of its own."""
     mesh, settings = config.mesh, config.train
     tokens = settings.sequences_per_microbatch(mesh.data_ranks(ranks)) * (settings.sequence_length // mesh.cp)
-    found = _over_tp(config, tokens), _over_cp(config, tokens), _over_ep(config, tokens)
+    found = _over_tp(config, tokens), _over_cp(config, tokens), _over_pp(config, tokens), _over_ep(config, tokens)
     return tuple(each for each in found if each.ranks > 1)
 
 
 def _over_tp(config: Config, tokens: int) -> Exchange:
     model, mesh, settings = config.model, config.mesh, config.train
-    sums = 4 * model.num_layers + 2
+    layers = -(-model.num_layers // mesh.pp)
+    sums = 4 * layers + 2
     calls, whole = sums, 2 * sums  # a sum on all ranks is a scattered one, which is gathered
     if mesh.sequence_parallel:
         # What the products of eager code gather again. Heads that compute the loss keep what they have gathered.
         fuses = model.fuse_wgrad_accumulation or model.delay_wgrad_layers > 0
-        blocks = 2 * model.num_layers * (fuses and not settings.compile and settings.recipe == "none")
+        blocks = 2 * layers * (fuses and not settings.compile and settings.recipe == "none")
         calls = whole = 2 * sums + blocks + (fuses and not model.fused_loss)
     nbytes = tokens * (whole * model.dim * model.dtype("param_dtype").itemsize + 2 * 3 * 4)
     times = settings.num_microbatches
@@ -65,7 +68,8 @@ def _over_tp(config: Config, tokens: int) -> Exchange:
 
 def _over_cp(config: Config, tokens: int) -> Exchange:
     model, cp, item = config.model, config.mesh.cp, config.model.dtype("param_dtype").itemsize
-    times, heads = model.num_layers * config.train.num_microbatches, model.num_heads // config.mesh.tp
+    times = -(-model.num_layers // config.mesh.pp) * config.train.num_microbatches
+    heads = model.num_heads // config.mesh.tp
     size = 2 * tokens * model.head_dim  # keys and values of a head
     if config.mesh.cp_attention == "ring":
         nbytes = heads * size * (2 * (cp - 1) * item + cp * 4)
@@ -73,6 +77,14 @@ def _over_cp(config: Config, tokens: int) -> Exchange:
     kv_heads = math.lcm(model.num_kv_heads // config.mesh.tp, cp)
     nbytes = 2 * (heads + kv_heads) * size * item
     return Exchange("parts of sequences for heads", cp, 8 * times, times * nbytes * (cp - 1) // cp)
+
+
+def _over_pp(config: Config, tokens: int) -> Exchange:
+    model, mesh, calls = config.model, config.mesh, 2 * config.train.num_microbatches
+    nbytes = tokens * model.dim * model.dtype("param_dtype").itemsize
+    if mesh.sequence_parallel:
+        nbytes //= mesh.tp
+    return Exchange("activations to the next stage, gradients back", mesh.pp, calls, calls * nbytes)
 
 
 def _over_ep(config: Config, tokens: int) -> Exchange:

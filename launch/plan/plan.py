@@ -1,6 +1,7 @@
 """Computes what a run allocates and sends from shapes alone, without process group and storage."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ import torch.distributed as dist
 
 from ...ddp.collectives.reduction import Placement, Placements
 from ...fsdp.unit.plan import pool_limit
+from ..config.mesh import Stage
 from ..config.run import Config
 from ..model.cut_gpt import cut_gpt
 from ..model.gpt import GPT
@@ -32,6 +34,8 @@ class RunPlan:
     """What is gathered and reduced together: units of a fully sharded model, else single buckets."""
     rank_bytes: RankBytes
     """What the fullest rank holds between steps."""
+    stage: Stage
+    """The pipeline's stage whose ranks hold most: units and bytes are theirs."""
     muon: MuonShares | None
     """Muon's work by ranks; None: another optimizer, or sharded parameters, whose owners are found once they are."""
     exchanges: tuple[Exchange, ...]
@@ -40,7 +44,7 @@ class RunPlan:
     @property
     def inner_size(self) -> int:
         """Number of ranks in an instance, of those whose losses are averaged."""
-        return self.ranks // self.config.mesh.tp // self.config.num_instances
+        return self.ranks // self.config.mesh.tp // self.config.mesh.pp // self.config.num_instances
 
     @property
     def buckets(self) -> list[PlacedBucket]:
@@ -97,19 +101,23 @@ def plan_run(config: Config, ranks: int) -> RunPlan:
     Raises ``ConfigError`` if the global batch or the ranks do not divide evenly.
     """
     config.check_ranks(ranks)
-    model = build_language_model(config.model, seed=0, device=torch.device("meta"))
-    muon, parameters = config.optimizer.muon_of(model), count_of(model)
+    pp, make = config.mesh.pp, partial(build_language_model, config.model, seed=0, device=torch.device("meta"))
+    # The last stage has a norm more than the first one, which has another block where these do not divide.
+    stage = Stage(0 if config.model.num_layers % pp else pp - 1, pp)
+    model = make(stage=stage)
+    muon, parameters = config.optimizer.muon_of(model), count_of(model if pp == 1 else make())
     if config.mesh.tp > 1 and isinstance(model, GPT):
         group: Any = dist.ProcessGroup(0, config.mesh.tp)  # type: ignore[call-arg]  # a rank and a size alone
         cut_gpt(model, group, sequence_parallel=config.mesh.sequence_parallel, runs=False)
     if config.mesh.ep > 1 and isinstance(model, GPT):
         model.share_experts(0, config.mesh.ep, None)
-    units = lay_out(config, model, muon, ranks // config.mesh.tp)
+    units = lay_out(config, model, muon, ranks // config.mesh.tp // config.mesh.pp)
     buckets = [bucket for unit in units for bucket in unit.buckets]
     return RunPlan(
         config=config,
         ranks=ranks,
         parameters=parameters,
+        stage=stage,
         units=units,
         rank_bytes=rank_bytes(buckets),
         muon=muon_shares(muon, buckets) if muon.groups and not config.fully_sharded else None,

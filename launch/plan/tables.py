@@ -188,7 +188,9 @@ def _exchanges_table(plan: RunPlan) -> Table:
 
 def _bytes_table(plan: RunPlan) -> Table:
     config = plan.config
-    title = f"bytes on each of {plan.ranks} ranks"
+    pp = config.mesh.pp
+    title = f"bytes on each of {plan.ranks // pp} ranks"
+    title += f" of stage {plan.stage.index + 1} of {pp}, the fullest" * (pp > 1)
     if config.fsdp.offload_to_cpu:
         title += "; masters, moments and a copy of gradient shards are in host memory"
     param_dtypes = _names(bucket.param_dtype for bucket in plan.buckets)

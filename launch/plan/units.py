@@ -12,7 +12,7 @@ from ...fsdp.unit.plan import plan_unit, shard_degree
 from ..config.run import Config
 from ..model.hugging_face import LanguageModel
 from ..parallelizing.muon import with_whole_matrices
-from ..training.units import units_of
+from ..training.wrapping import units_of
 from .rank_bytes import PlacedBucket, Traffic
 
 __all__ = ["PlacedUnit", "lay_out", "states_of"]

@@ -57,6 +57,7 @@ def load_model(config: Config, runtime: Runtime) -> LanguageModel:
         device=torch.device("cpu") if is_shared else runtime.device,
         placeholder=is_shared and runtime.rank > 0,
         pads=config.data.documents == "pad",
+        stage=runtime.stage,
     )
     check_model(config, model)
     if isinstance(model, GPT):

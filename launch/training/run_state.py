@@ -124,7 +124,8 @@ class RunSaver:
         """Once steps run as they will: take the memory of background saves, so that they are short. Collective."""
         on_gpu = any(param.is_cuda for param in self._wrapped.model.parameters())
         if self._config.checkpoint.background and on_gpu:
-            prepare_background_saves(self._wrapped.model, self._wrapped.optimizer)
+            wrapped = self._wrapped
+            prepare_background_saves(wrapped.model, wrapped.optimizer, pipeline_group=wrapped.pipeline)
 
     def save(self, pace: Pace, schedule: LRScheduler, data: Mapping[str, Digest], *, validated: bool) -> None:
         """Save the run between two steps; first wait for an earlier save. Collective over the ranks of the model.
@@ -150,6 +151,7 @@ class RunSaver:
             self._wrapped.optimizer,
             extra=extra,
             background=self._config.checkpoint.background,
+            pipeline_group=self._wrapped.pipeline,
         )
         self.look()
 
@@ -214,7 +216,8 @@ def resume_run(
 
     Raises ``ConfigError`` if the folder is no checkpoint of ``maingrad train``, or if a fixed key or the data differ.
     """
-    extra = _checked(path, config, data, lambda: load_checkpoint(path, wrapped.model, wrapped.optimizer))
+    parts = wrapped.model, wrapped.optimizer
+    extra = _checked(path, config, data, lambda: load_checkpoint(path, *parts, pipeline_group=wrapped.pipeline))
     pace.step, pace.seconds = extra["step"], extra["seconds"]
     _check_no_link(config, pace.step)
     schedule.load_state_dict(extra["schedule"])

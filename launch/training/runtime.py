@@ -7,7 +7,7 @@ import platform
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ... import __version__
 from ...ddp.collectives.rank_grid import make_grid
 from ..config.error import ConfigError
+from ..config.mesh import Stage
 from ..config.run import MeshConfig
 from ..parallelizing.exchanges import ALONE, ContextRanks
 from ..parallelizing.experts import mesh_of
@@ -42,19 +43,22 @@ class Runtime(NamedTuple):
     """The ranks with the same tokens, and other parts of the weights, if there are any."""
     loss_group: dist.ProcessGroup | None = None
     """The ranks whose losses are averaged: those of all samples and parts of sequences. None: all ranks."""
-
+    pipeline_group: dist.ProcessGroup | None = None
+    """The ranks with the other stages of the pipeline, if there are any."""
+    embedding_group: dist.ProcessGroup | None = None
+    """The pipeline's first and last rank, on both."""
     expert_mesh: DeviceMesh | None = None
     """The ranks that hold all experts together, if each has a part."""
 
     @property
     def loss_rank(self) -> int:
         """The part of the batch that this rank has: equal on tensor-parallel ranks."""
-        return self.rank // self.mesh.tp
+        return self.rank // self.mesh.tp % self.loss_ranks
 
     @property
     def loss_ranks(self) -> int:
         """Number of parts that the batch has."""
-        return self.world_size // self.mesh.tp
+        return self.world_size // self.mesh.tp // self.mesh.pp
 
     @property
     def data_rank(self) -> int:
@@ -65,6 +69,11 @@ class Runtime(NamedTuple):
     def data_ranks(self) -> int:
         """Number of ranks with other sequences."""
         return self.loss_ranks // self.mesh.cp
+
+    @property
+    def stage(self) -> Stage:
+        """What this rank has of the model."""
+        return Stage(self.rank * self.mesh.pp // self.world_size, self.mesh.pp)
 
     @property
     def is_main(self) -> bool:
@@ -131,16 +140,22 @@ def current_runtime(device: Literal["auto", "cpu", "cuda"], mesh: MeshConfig) ->
         # gloo ranks, simulated ones among them, train on the CPU.
         device = device if "nccl" in str(dist.get_backend()) else "cpu"
     runtime = Runtime(rank, ranks, _choose_device(device), mesh)
-    sizes = mesh.data_ranks(ranks), mesh.cp, mesh.tp
+    sizes = mesh.pp, mesh.data_ranks(ranks), mesh.cp, mesh.tp
     if mesh.ep > 1:
         runtime = runtime._replace(expert_mesh=mesh_of(mesh.ep, make_grid(None)))
     if mesh.ranks_of_sample > 1:
-        made = init_device_mesh(runtime.device.type, sizes, mesh_dim_names=("dp", "cp", "tp"))
+        made = init_device_mesh(runtime.device.type, sizes, mesh_dim_names=("pp", "dp", "cp", "tp"))
         if mesh.cp > 1:
             runtime = runtime._replace(context=ContextRanks(made["cp"].get_group(), mesh.cp_attention == "ring"))
         if mesh.tp > 1:
-            loss_group = made["dp", "cp"]._flatten().get_group()
-            runtime = runtime._replace(tensor_group=made["tp"].get_group(), loss_group=loss_group)
+            runtime = runtime._replace(tensor_group=made["tp"].get_group())
+        if mesh.tp * mesh.pp > 1:
+            runtime = runtime._replace(loss_group=made["dp", "cp"]._flatten().get_group())
+        if mesh.pp > 1:
+            last = ranks - ranks // mesh.pp
+            ends = [[first, first + last] for first in range(ranks - last)]
+            both: Any = dist.new_subgroups_by_enumeration(ends)[0]
+            runtime = runtime._replace(pipeline_group=made["pp"].get_group(), embedding_group=both)
     return runtime
 
 

@@ -33,7 +33,7 @@ from .watching.progress import Display, Status, format_rate
 from .watching.trackers import check_packages, trackers_of
 from .wrapping import Wrapped
 
-__all__ = ["TrainResult", "train"]
+__all__ = ["TrainResult", "Trainer", "train"]
 
 _ROUTER_FIELDS = ("load_balancing_loss", "router_z_loss", "max_expert_load")
 
@@ -57,7 +57,8 @@ class TrainResult(NamedTuple):
     is_main: bool
     """Whether this is rank 0, which writes files."""
     model: nn.Module
-    """The trained model without ``DistributedDataParallel``; under ``fsdp`` and ``hsdp`` it is fully sharded."""
+    """The trained model without ``DistributedDataParallel``, or this rank's stage of it; under ``fsdp`` and ``hsdp`` it
+    is fully sharded."""
 
 
 def train(config: Config, *, stop: StopRequest | None = None, display: Display | None = None) -> TrainResult:
@@ -73,7 +74,12 @@ def train(config: Config, *, stop: StopRequest | None = None, display: Display |
     out_dir = Path(config.train.out_dir)
     metrics = MetricsWriter(out_dir / "metrics.jsonl" if runtime.is_main else None)
     display = display or Display(is_main=runtime.is_main)
-    trainer = _Trainer(config, runtime, metrics, stop or StopRequest(), display)
+    kind: type[Trainer] = Trainer
+    if config.mesh.pp > 1:
+        from .pipelined import PipelinedTrainer
+
+        kind = PipelinedTrainer
+    trainer = kind(config, runtime, metrics, stop or StopRequest(), display)
     if runtime.is_main:
         write_resolved(config, runtime.world_size)
     try:
@@ -87,7 +93,7 @@ def train(config: Config, *, stop: StopRequest | None = None, display: Display |
         metrics.close()
 
 
-class _Trainer:
+class Trainer:
     """The state of a run on one rank."""
 
     def __init__(
@@ -121,7 +127,7 @@ class _Trainer:
         self.scheduler = LambdaLR(self.wrapped.optimizer, lambda step: lr_factor(config.optimizer, step, pace.fraction))
         self.saver = RunSaver(config, self.wrapped, is_main=runtime.is_main, say=display.message)
         self.profiler = StepProfiler(config, runtime)
-        how = False if config.mesh.waits_for_rows else settings.cuda_graph
+        how = False if config.mesh.runs_eagerly else settings.cuda_graph
         self.graphed = self.wrapped.graphed(self._iteration, how)
         self.validated = True
         """False if an interrupted run ended before the validation that was due."""
@@ -214,13 +220,13 @@ class _Trainer:
         return batch._replace(inputs=own(batch.inputs, 1), targets=own(batch.targets, 1))
 
     def _document_arguments(self, step: int, batches: list[Batch]) -> list[Tensor]:
-        """Arguments of ``_iteration``: none where all targets count, else weights, and under ``"mask"`` positions.
+        """Arguments of ``_iteration``: the microbatches' weights, and under ``"mask"`` positions.
 
         A microbatch's mean counts by its share of the targets of all ranks, which every rank knows from the data alone.
         Gradients are averaged over the ranks with other tokens, so the share is multiplied by their number.
         """
-        if self.config.data.documents == "join":
-            return []
+        if self.config.data.documents == "join":  # all targets count
+            return [torch.ones(len(batches), dtype=torch.float64, device=self.runtime.device) / len(batches)]
         shares = torch.stack([(each.targets >= 0).sum() for each in batches]).double()
         weights = shares * (self.runtime.loss_ranks / max(1, self.sampler.counted(step)))
         positions = [each.positions for each in batches if each.positions is not None]
@@ -232,16 +238,22 @@ class _Trainer:
             loss: Tensor = self.model(inputs, targets) if positions is None else self.model(inputs, targets, positions)
         return loss
 
-    def _iteration(
-        self, inputs: Tensor, targets: Tensor, weights: Tensor | None = None, positions: Tensor | None = None
-    ) -> Tensor:
+    def _iteration(self, inputs: Tensor, targets: Tensor, weights: Tensor, positions: Tensor | None = None) -> Tensor:
         """The work of a step on the device; returns the mean loss.
 
         Inputs, targets and positions are those of all microbatches, [M, B, T]. ``weights`` [M] fp64 are those of the
-        microbatches' means; None: 1 / M each.
+        microbatches' means.
         """
-        wrapped, recorder = self.wrapped, self.recorder
-        num_microbatches = len(inputs)
+        loss = self._run_microbatches(inputs, targets, weights, positions)
+        self.model.finish_grad_sync()  # here, because reports count the next phase as computation
+        with self.recorder.phase(OPTIMIZER_PHASE):
+            self.wrapped.step()
+        self.wrapped.optimizer.zero_grad()
+        return loss
+
+    def _run_microbatches(self, inputs: Tensor, targets: Tensor, weights: Tensor, positions: Tensor | None) -> Tensor:
+        """Forward and backward of one microbatch after the other; returns the mean loss."""
+        recorder, num_microbatches = self.recorder, len(inputs)
         total = torch.zeros((), dtype=torch.float64, device=self.runtime.device)
         for microbatch in range(num_microbatches):
             is_last = microbatch == num_microbatches - 1
@@ -250,17 +262,12 @@ class _Trainer:
                     inputs[microbatch], targets[microbatch], None if positions is None else positions[microbatch]
                 )
                 recorder.forward_ended()
-                (loss / num_microbatches if weights is None else loss * weights[microbatch].to(loss.dtype)).backward()
+                (loss * weights[microbatch].to(loss.dtype)).backward()
                 if self.config.model.delay_wgrad_layers:
                     with recorder.phase(WGRAD_PHASE):
                         drain_modules(self.module)
-            own = self._own_loss(loss.detach())
-            total += own if weights is None else own * weights[microbatch]
-        self.model.finish_grad_sync()  # here, because reports count the next phase as computation
-        with recorder.phase(OPTIMIZER_PHASE):
-            wrapped.step()
-        wrapped.optimizer.zero_grad()
-        return total / num_microbatches if weights is None else total
+            total += self._own_loss(loss.detach()) * weights[microbatch]
+        return total
 
     def _own_loss(self, loss: Tensor) -> Tensor:
         """The cross-entropy without router losses, so that records of dense and expert models are comparable."""

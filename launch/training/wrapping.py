@@ -9,43 +9,48 @@ fsdp, hsdp             the module itself, after ``fully_shard``        the optim
 =====================  ==============================================  ================================================
 """
 
+import dataclasses
 import hashlib
 import math
-from collections.abc import Callable, Iterator
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ... import fsdp
-from ...ddp import DistributedDataParallel, GraphedTrainingStep
-from ...ddp.collectives.failure_report import FailureReporter
+from ...ddp import DistributedDataParallel, GraphedTrainingStep, clip_grad_norm
+from ...ddp.collectives.failure_report import FailureReporter, gather
 from ...ddp.collectives.rank_grid import make_grid
 from ...ddp.contract.record import GradRecord
 from ...ddp.plan.model_slice import model_slice_of
 from ...ddp.plan.owned_params import find_owned_params
 from ...ddp.torch_grads.muon_groups import MuonGroups
 from ...ddp.torch_grads.over_ranks import whole, whole_of_slices
-from ...fsdp import FSDPModule
+from ...fsdp import FSDPModule, MixedPrecisionPolicy
 from ...fsdp.module import root_of
 from ...fsdp.tensors.parameter import ShardedParameter
 from ...te_integration import GroupedMLP
-from ..config.run import Config, ConfigError, OptimizerConfig
+from ..config.run import Config, ConfigError, FsdpConfig, ModelConfig, OptimizerConfig
 from ..model.hugging_face import HuggingFaceModel, LanguageModel
+from ..model.moe import MixtureOfExperts
 from ..parallelizing.experts import SharedExperts, same_place
 from ..parallelizing.graphed import graphed
 from ..parallelizing.make_optimizer import make_optimizer
 from ..parallelizing.muon import with_whole_matrices
 from ..parallelizing.parallelize import shard_units
 from .runtime import Runtime
-from .units import units_of
 
-__all__ = ["HeldParameter", "Wrapped"]
+__all__ = ["HeldParameter", "Wrapped", "units_of"]
+
+T = TypeVar("T")
 
 
 class HeldParameter(NamedTuple):
-    """One trainable parameter."""
+    """One trainable parameter, of this rank's stage or of another one's."""
 
     numel: int
     """Number of elements of the whole parameter."""
@@ -66,32 +71,43 @@ class Wrapped:
         self._slices = {name: model_slice_of(param) for name, param in module.named_parameters()}
         self._dtypes = {name: param.dtype for name, param in module.named_parameters()}
         """The dtypes of computation, by name."""
-        self.parameters = [
-            HeldParameter(math.prod((self._slices[each.name] or each.param).shape), each.param.dtype, each.delayed)
+        self.pipeline = runtime.pipeline_group
+        """The ranks with the other stages, if there are any."""
+        own = {
+            each.name: HeldParameter(
+                math.prod((self._slices[each.name] or each.param).shape), each.param.dtype, each.delayed
+            )
             for each in find_owned_params(module)
             if each.param.requires_grad
-        ]
+        }
+        self.parameters = [*self._of_all_stages(own).values()]
         self._module = module
         self.model: DistributedDataParallel | FSDPModule
         """Called with tokens and targets."""
         self.optimizer: Any
         """Its ``grad_norm`` is that of the last step before clipping, or None."""
         limit = config.optimizer.max_grad_norm
-        self._max_norm: float | None = None
+        self._clip: Callable[[], Tensor] | None = None
         muon = config.optimizer.muon_of(module)
         if config.fully_sharded:
             self.model = _sharded(module, config, runtime)
             self.optimizer = _optimizer_of(self.model, config.optimizer, muon)
-            # Clipping is no hook of the optimizer: a captured step has none.
-            self._max_norm = limit
+            if limit is not None:  # no hook of the optimizer: a captured step has none
+                self._clip = partial(_clip_shards, self.model, limit, self.pipeline)
             holder: Any = root_of(self.model)
         else:
             options: dict[str, Any] = {}
+            if runtime.loss_group is not None:
+                options["process_group"] = runtime.loss_group
             if runtime.tensor_group is not None:
-                options = {"process_group": runtime.loss_group, "tensor_parallel_group": runtime.tensor_group}
+                options["tensor_parallel_group"] = runtime.tensor_group
+            if config.model.tie_embeddings:
+                options["embedding_group"] = runtime.embedding_group
             if runtime.expert_mesh is not None:
                 options["expert_process_group"] = same_place(runtime.expert_mesh, make_grid(None))
             self.model = holder = DistributedDataParallel(module, with_whole_matrices(config.ddp, muon), **options)
+            if self.pipeline is not None and limit is not None:  # by the norm of all stages
+                self._clip, limit = partial(clip_grad_norm, holder, limit, pipeline_group=self.pipeline), None
             self.optimizer = _optimizer_of(self.model, config.optimizer, muon, max_grad_norm=limit)
         self.failures: FailureReporter = holder.failures
         """Describes failed collectives."""
@@ -109,8 +125,8 @@ class Wrapped:
 
     def step(self) -> None:
         """Clip gradients and update parameters."""
-        if self._max_norm is not None:
-            self.optimizer.grad_norm = nn.utils.clip_grad_norm_(self.model.parameters(), self._max_norm)
+        if self._clip is not None:
+            self.optimizer.grad_norm = self._clip()
         self.optimizer.step()
 
     def graphed(
@@ -147,8 +163,15 @@ class Wrapped:
 
     def digest(self, *, wanted: bool) -> str | None:
         """SHA-256 of all parameters, to compare runs bit for bit; None unless ``wanted``. Collective."""
-        found = {name: _digest(name, param) for name, param in self._whole_params() if wanted}
-        return hashlib.sha256("".join(found[name] for name in self._dtypes).encode()).hexdigest() if wanted else None
+        here = wanted or self.pipeline is not None  # the rank that wants it has one stage
+        found = {name: _digest(name, param) for name, param in self._whole_params() if here}
+        digests = self._of_all_stages({name: found[name] for name in self._dtypes if here})
+        return hashlib.sha256("".join(digests.values()).encode()).hexdigest() if wanted else None
+
+    def _of_all_stages(self, own: Mapping[str, T]) -> dict[str, T]:
+        """What all stages have, by name, in the order of the whole model. Collective over the pipeline's ranks."""
+        stages = gather(own, [] if self.pipeline is None else [self.pipeline], None, "what the stages have")
+        return {name: each for stage in stages.values() for name, each in stage.items()}
 
     def _whole_params(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter by name; one after the other is whole. Collective: take all of them on every rank."""
@@ -159,13 +182,41 @@ class Wrapped:
                 yield name, whole_of_slices(param, self._slices[name])
 
 
+def units_of(
+    model: LanguageModel, settings: ModelConfig, fsdp: FsdpConfig
+) -> Iterator[tuple[nn.Module, MixedPrecisionPolicy]]:
+    """The module and the policy of each ``fully_shard`` call, inner units first, the model last.
+
+    Parameters are stored in fp32 and used in ``model.param_dtype``. Inputs are not cast: activations have the dtype of
+    the parameters, and rotary tables stay in fp32. A router with another dtype than its block is a unit of its own,
+    and so are experts of which other ranks hold the rest.
+    """
+    keeps_router = settings.num_experts > 0 and settings.router_dtype != settings.param_dtype
+    policy = MixedPrecisionPolicy(
+        param_dtype=settings.dtype("param_dtype"),
+        grad_dtype=fsdp.dtype("grad_dtype"),
+        reduce_dtype=fsdp.dtype("reduce_dtype"),
+        cast_forward_inputs=False,
+    )
+    of_router = dataclasses.replace(policy, param_dtype=settings.dtype("router_dtype"))
+    for block in model.blocks:
+        if settings.num_experts and isinstance(block.ffn, MixtureOfExperts):
+            if keeps_router:
+                yield block.ffn.router, of_router
+            if block.ffn.has_part:
+                yield block.ffn.experts, policy
+        yield block, policy
+    yield model, policy
+
+
 def _sharded(module: LanguageModel, config: Config, runtime: Runtime) -> FSDPModule:
     settings, device = config.fsdp, runtime.device
     mesh: DeviceMesh | None = None  # all ranks there are
-    if config.num_instances * runtime.mesh.tp > 1:
-        shape = (config.num_instances, runtime.loss_ranks // config.num_instances, runtime.mesh.tp)
-        made = init_device_mesh(device.type, shape, mesh_dim_names=("outer", "inner", "tp"))
-        mesh = made["outer", "inner"] if config.num_instances > 1 else made["inner"]
+    pp, outer, tp = runtime.mesh.pp, config.num_instances, runtime.mesh.tp
+    if pp * outer * tp > 1:
+        shape = (pp, outer, runtime.loss_ranks // outer, tp)
+        made = init_device_mesh(device.type, shape, mesh_dim_names=("pp", "outer", "inner", "tp"))
+        mesh = made["outer", "inner"] if outer > 1 else made["inner"]
     policies = dict(units_of(module, config.model, settings))
     options = {name: getattr(settings, name) for name in _OPTIONS} | {"device": device}
     if config.optimizer.state == "compact":  # shards have the dtype of the module, which is that of computation
@@ -194,6 +245,17 @@ _OPTIONS = (
     "copy_engine_gather",
 )
 """Keys of ``[fsdp]`` that are arguments of ``fully_shard``."""
+
+
+def _clip_shards(model: nn.Module, limit: float, pipeline: dist.ProcessGroup | None) -> Tensor:
+    """Clip by the norm of a sharded model, or of all stages of one; returns the norm."""
+    norm = nn.utils.get_total_norm([param.grad for param in model.parameters() if param.grad is not None])
+    if pipeline is not None:
+        square = norm.double().square()
+        dist.all_reduce(square, group=pipeline)
+        norm = square.sqrt().to(norm.dtype)
+    nn.utils.clip_grads_with_norm_(model.parameters(), limit, norm)
+    return norm
 
 
 def _optimizer_of(model: nn.Module, settings: OptimizerConfig, muon: MuonGroups, **options: Any) -> Any:

@@ -10,7 +10,7 @@ stage never uses that split, and fused modules refuse it (see ``refuse_split_bac
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -47,6 +47,8 @@ class PipelineStage(pipelining.PipelineStage):
     average_microbatches True: gradients of the mean loss over the microbatches; the backward of each loss starts with
                          1 / num_microbatches instead of 1. False: gradients of the sum. The losses that the schedule
                          reports are not scaled
+    delay_wgrad          False: B computes all weight gradients. For schedules without W slots, which need no queue, and
+                         for compiled modules, whose graph this queue would break
     options              torch's other arguments: ``group``, ``input_args``, ``output_args``, ...
 
     Build the schedule with ``scale_grads=False``: torch would divide ``.grad``, but the gradients are in ``main_grad``,
@@ -62,6 +64,7 @@ class PipelineStage(pipelining.PipelineStage):
         device: torch.device,
         *,
         average_microbatches: bool = True,
+        delay_wgrad: bool = True,
         **options: Any,
     ) -> None:
         if "dw_builder" in options:
@@ -74,7 +77,7 @@ class PipelineStage(pipelining.PipelineStage):
                     f"delay_wgrad_compute=True, this stage delays it"
                 )
         super().__init__(submodule, stage_index, num_stages, device, dw_builder=self._wgrad_runner, **options)
-        self.average_microbatches = average_microbatches
+        self.average_microbatches, self.delay_wgrad = average_microbatches, delay_wgrad
         self.queue = WgradQueue()
         """Weight gradients that wait for their W slot; ``queue.log`` records what ran."""
         self._find_parts()
@@ -125,7 +128,7 @@ class PipelineStage(pipelining.PipelineStage):
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         """Run F."""
-        with delayed_wgrad(self.queue):
+        with delayed_wgrad(self.queue) if self.delay_wgrad else nullcontext():
             return super().forward_maybe_with_nosync(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:

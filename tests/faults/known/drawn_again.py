@@ -255,7 +255,7 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.launch.training.train",
-                "_Trainer._validate",
+                "Trainer._validate",
                 "self.model.train()",
                 "pass",
             ),

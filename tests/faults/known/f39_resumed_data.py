@@ -55,7 +55,7 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.launch.training.train",
-                "_Trainer._document_arguments",
+                "Trainer._document_arguments",
                 """
                 shares = torch.stack([(each.targets >= 0).sum() for each in batches]).double()
                 weights = shares * (self.runtime.loss_ranks / max(1, self.sampler.counted(step)))

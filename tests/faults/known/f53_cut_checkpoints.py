@@ -31,14 +31,19 @@ FAULTS = [
         sentence="The ranks with other slices are no part of a save, and write into its folder at the same time.",
         tests=[TESTS + "test_slices_by_megatrons_marks"],
         changes=[
-            Change(SOURCE, "CheckpointRanks.axes", "(self.grid.inner, self.tensor, self.grid.outer)", "self.grid[:2]")
+            Change(
+                SOURCE,
+                "CheckpointRanks.axes",
+                "(self.grid.inner, self.tensor, self.pipeline, self.grid.outer)",
+                "self.grid[:2]",
+            )
         ],
     ),
     Fault(
         "73e-ranks-with-other-slices-have-one-place",
         sentence="Two ranks with other slices write to one file.",
         tests=[TESTS + "test_slices_by_megatrons_marks"],
-        changes=[Change(SOURCE, "CheckpointRanks.place", "group_rank(self.tensor) * self.grid.inner_size", "0")],
+        changes=[Change(SOURCE, "CheckpointRanks.place", "group.rank()", "(group is not self.tensor) * group.rank()")],
     ),
     Fault(
         "73f-a-parameter-of-one-rank-is-left-out",

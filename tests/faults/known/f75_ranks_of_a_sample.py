@@ -88,7 +88,7 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.launch.training.train",
-                "_Trainer._step",
+                "Trainer._step",
                 "[settings.seed, step, self.runtime.rank]",
                 "[settings.seed, step, self.runtime.loss_rank]",
             )
@@ -115,7 +115,7 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.launch.training.train",
-                "_Trainer._document_arguments",
+                "Trainer._document_arguments",
                 "self.runtime.loss_ranks /",
                 "self.runtime.data_ranks /",
             )
@@ -128,7 +128,7 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.launch.training.train",
-                "_Trainer._batch",
+                "Trainer._batch",
                 "(microbatch * self.runtime.data_ranks + self.runtime.data_rank)",
                 "(microbatch * self.runtime.data_ranks + self.runtime.rank % self.runtime.data_ranks)",
             )
@@ -141,7 +141,7 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.launch.training.train",
-                "_Trainer._own_part",
+                "Trainer._own_part",
                 "targets=own(batch.targets, 1)",
                 "targets=batch.targets.chunk(self.runtime.context.size, 1)[0]",
             )

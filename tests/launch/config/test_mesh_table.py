@@ -14,7 +14,29 @@ EXPERTS = {"num_experts": 4, "top_k": 2, "expert_ffn_dim": 8}
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"mesh": {"pp": 2}}, r"mesh\.pp = 2: must be 1: .* te_integration\.pipeline has stages"),
+        ({"mesh": {"pp": 3}, "train": {"num_microbatches": 3}}, r"mesh\.pp = 3: .* at most model\.num_layers = 2"),
+        ({"mesh": {"pp": 2}, "model": EXPERTS}, r"mesh\.pp = 2: must be 1 with model\.num_experts: .* mesh\.ep"),
+        (
+            {"mesh": {"pp": 2}, "model": {"delay_wgrad_layers": 1}},
+            r"mesh\.pp = 2: must be 1 with model\.delay_wgrad_layers: set mesh\.pp_schedule = .InterleavedZeroBubble",
+        ),
+        (
+            {"mesh": {"pp": 2}, "train": {"num_microbatches": 1}},
+            r"train\.num_microbatches = 1: must be at least mesh\.pp = 2",
+        ),
+        (
+            {
+                "mesh": {"pp": 2, "pp_schedule": "InterleavedZeroBubble"},
+                "train": {"num_microbatches": 5, "global_batch_size": 20},
+            },
+            r"train\.num_microbatches = 5: must be a multiple of 2",
+        ),
+        ({"mesh": {"pp": 2}, "train": {"cuda_graph": True}}, r"train\.cuda_graph = True: does not go with .* mesh\.pp"),
+        (
+            {"mesh": {"pp": 2, "pp_schedule": "InterleavedZeroBubble"}, "train": {"compile": True}},
+            r"mesh\.pp_schedule = 'InterleavedZeroBubble': does not go with train\.compile",
+        ),
+        ({"mesh": {"pp_schedule": "GPipe"}}, r"mesh\.pp_schedule = 'GPipe': has no effect with mesh\.pp = 1"),
         ({"mesh": {"ep": 2}}, r"mesh\.ep = 2: must divide model\.num_experts = 0"),
         ({"mesh": {"ep": 3}, "model": EXPERTS}, r"mesh\.ep = 3: must divide model\.num_experts = 4"),
         (
@@ -75,7 +97,7 @@ def test_each_rank_has_a_word():
         MeshConfig(tp=3).check_model(model, 24)
 
 
-@pytest.mark.parametrize("axis", ["tp", "cp", "ep"])
+@pytest.mark.parametrize("axis", ["tp", "cp", "pp", "ep"])
 def test_a_model_of_hugging_face_is_not_cut(axis: str):
     with pytest.raises(ConfigError, match=rf"mesh\.{axis} = 2: must be 1 with model\.hugging_face; .*parallelize"):
         Config(model=ModelConfig(hugging_face="somewhere"), mesh=MeshConfig(**{axis: 2}))
@@ -84,7 +106,12 @@ def test_a_model_of_hugging_face_is_not_cut(axis: str):
 @pytest.mark.parametrize(
     ("mesh", "ranks", "message"),
     [
-        ({"cp": 2}, 3, r"mesh = '1 x 2': mesh\.tp \* mesh\.cp = 2 must divide the 3 rank\(s\)"),
+        ({"cp": 2}, 3, r"mesh = '1 x 2 x 1': mesh\.tp \* mesh\.cp \* mesh\.pp = 2 must divide the 3 rank\(s\)"),
+        (
+            {"pp": 2, "cp": 2},
+            6,
+            r"mesh = '1 x 2 x 2': mesh\.tp \* mesh\.cp \* mesh\.pp = 4 must divide the 6 rank\(s\)",
+        ),
         ({"tp": 2, "dp": 2}, 2, r"mesh\.dp = 2: must be 1: 2 rank\(s\), 2 for a sample"),
         ({"cp": 2}, 10, r"num_microbatches \* ranks = 2 \* 5 = 10"),
     ],
@@ -108,5 +135,5 @@ def test_experts_are_shared_out_within_an_instance(tmp_path: Path):
 
 
 def test_a_mesh_is_said_where_there_is_one():
-    said = [MeshConfig(tp=tp, cp=cp, ep=ep).said for tp, cp, ep in ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 2, 4))]
-    assert said == ["", " (tp 2, cp 1)", " (tp 1, cp 2)", " (tp 1, cp 2) (ep 4)"]
+    axes = ({}, {"tp": 2}, {"cp": 3, "pp": 2}, {"cp": 2, "ep": 4})
+    assert [MeshConfig(**sizes).said for sizes in axes] == ["", " (tp 2)", " (cp 3, pp 2)", " (cp 2, ep 4)"]

@@ -26,6 +26,7 @@ from maingrad.launch.plan.rank_bytes import PlacedBucket, rank_bytes
 from maingrad.launch.plan.tables import format_bytes, plan_tables
 from maingrad.launch.training.loading import load_model
 from maingrad.launch.training.runtime import current_runtime
+from maingrad.launch.training.wrapping import Wrapped
 
 
 def printed(config_folder: Path, ranks: int, **sections: Any) -> str:
@@ -478,3 +479,24 @@ def test_batch_that_does_not_divide(tmp_path: Path):
 )
 def test_format_bytes(count: int, text: str):
     assert format_bytes(count) == text
+
+
+def layouts_of_a_stage(config: Config) -> list[BucketLayout]:
+    runtime = current_runtime("cpu", config.mesh)
+    return [bucket.layout for bucket in Wrapped(load_model(config, runtime), config, runtime).model.buckets]
+
+
+@pytest.mark.parametrize(("num_layers", "fullest", "tied"), [(3, 0, True), (4, 1, False)])
+def test_the_plan_of_a_pipeline_is_that_of_its_fullest_stage(tmp_path: Path, num_layers: int, fullest: int, tied: bool):
+    """Where blocks divide, the last stage has a norm more than the first one."""
+    model = {"num_layers": num_layers, "tie_embeddings": tied}
+    config = tiny_config(tmp_path, parallel="zero1", model=model, mesh={"pp": 2, "tp": 2})
+    held = simulate(layouts_of_a_stage, 4, config)
+    plan = plan_run(config, 4)
+    sizes = [sum(layout.numel for layout in layouts) for layouts in held]
+    assert sizes.index(max(sizes)) // 2 == plan.stage.index == fullest
+    assert [bucket.layout for bucket in plan.buckets] == held[2 * fullest]
+    whole = build_model(config.model, seed=0, device=torch.device("meta"))
+    assert plan.parameters.total == sum(parameter.numel() for parameter in whole.parameters())
+    *_, table = plan_tables(plan)
+    assert table.title == f"bytes on each of 2 ranks of stage {fullest + 1} of 2, the fullest"

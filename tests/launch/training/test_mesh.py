@@ -11,7 +11,7 @@ from torch import nn
 from maingrad.launch import simulate
 from maingrad.launch.config.run import Config
 from maingrad.launch.training.metrics import read_metrics
-from maingrad.launch.training.train import _Trainer, train
+from maingrad.launch.training.train import Trainer, train
 
 WORDS = {"vocab_size": 257}  # two ranks have other numbers of them
 HALVES = {"tp": 2, "sequence_parallel": True}
@@ -231,13 +231,13 @@ def test_experts_move_where_a_run_goes_on(tmp_path: Path):
 
 def test_each_rank_draws_for_its_heads_and_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     drawn: dict[int, list[int]] = {}
-    iteration = _Trainer._iteration
+    iteration = Trainer._iteration
 
-    def spied(self: _Trainer, *args: torch.Tensor) -> torch.Tensor:
+    def spied(self: Trainer, *args: torch.Tensor) -> torch.Tensor:
         drawn.setdefault(self.runtime.rank, []).append(torch.initial_seed())
         return iteration(self, *args)
 
-    monkeypatch.setattr(_Trainer, "_iteration", spied)
+    monkeypatch.setattr(Trainer, "_iteration", spied)
     changes = {"model": {"dropout": 0.1}, "train": {"steps": 3, "cuda_graph": False}}
     run(tmp_path, "zero1", 4, mesh={"cp": 2} | HALVES, **changes)
     seeds = [seed for of_rank in drawn.values() for seed in of_rank]

@@ -30,8 +30,8 @@ from maingrad.launch.training.run_state import write_resolved
 from maingrad.launch.training.runtime import Runtime, process_group_from_env, versions
 from maingrad.launch.training.signals import StopRequest
 from maingrad.launch.training.train import TrainResult, train
-from maingrad.launch.training.units import units_of
 from maingrad.launch.training.watching.progress import Status, format_duration, format_rate
+from maingrad.launch.training.wrapping import units_of
 
 STDLIB = Path(__file__).resolve().parents[3] / "launch" / "configs" / "stdlib.toml"
 

@@ -1,0 +1,145 @@
+"""Checkpoints of a pipeline: its stages write one model, and read their parts of any."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from maingrad.ddp import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    DistributedOptimizer,
+    load_checkpoint,
+    save_checkpoint,
+)
+from maingrad.ddp.checkpoint.files.manifest import Manifest
+from maingrad.launch import simulate
+
+LAYERS = 5
+
+
+class Layers(nn.Module):
+    """Layers [start, end) of a model; the first one is an embedding, which the last one multiplies by too."""
+
+    def __init__(self, start: int = 0, end: int = LAYERS, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.start, self.end = start, end
+        self.layers = nn.ModuleDict()
+        for index in range(start, end):
+            layer = nn.Linear(6, 6)
+            layer.bias.requires_grad_(False)  # whole on every rank, beside sharded weights
+            layer.register_buffer("seen", torch.full((), float(seed * 10 + index)))
+            self.layers[str(index)] = layer
+        if start == 0 or end == LAYERS:
+            self.word = nn.Embedding(3, 6)
+            self.word.weight.shared_embedding = end - start < LAYERS
+        if end == LAYERS:
+            self.head = nn.Linear(6, 3, bias=False)
+            self.head.weight = self.word.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.word(x) if self.start == 0 else x
+        for layer in self.layers.values():
+            x = layer(x).tanh()
+        return (self.head(x) if self.end == LAYERS else x).square().mean()
+
+
+def wrapped(stages: int, seed: int) -> tuple[DistributedDataParallel, DistributedOptimizer, dist.ProcessGroup]:
+    """A stage of so many, its optimizer, and the ranks of the pipeline."""
+    mesh = init_device_mesh("cpu", (stages, dist.get_world_size() // stages), mesh_dim_names=("pp", "dp"))
+    stage, pipeline = mesh.get_local_rank("pp"), mesh.get_group("pp")
+    ranks, ends = dist.get_process_group_ranks(pipeline), None
+    if stages > 1 and stage in (0, stages - 1):
+        ends = dist.new_group([ranks[0], ranks[-1]], use_local_synchronization=True)
+    model = DistributedDataParallel(
+        Layers(LAYERS * stage // stages, LAYERS * (stage + 1) // stages, seed),
+        DistributedDataParallelConfig(use_distributed_optimizer=True),
+        process_group=mesh.get_group("dp"),
+        embedding_group=ends,
+    )
+    return model, DistributedOptimizer(model, lr=0.1), pipeline
+
+
+def step(model: DistributedDataParallel, optimizer: DistributedOptimizer) -> None:
+    own = torch.arange(3) if model.module.start == 0 else torch.ones(2, 6)
+    model(own).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def save(path: Path, stages: int, with_optimizer: bool) -> None:
+    model, optimizer, pipeline = wrapped(stages, seed=1)
+    step(model, optimizer)
+    save_checkpoint(path, model, optimizer if with_optimizer else None, extra=stages, pipeline_group=pipeline)
+
+
+def load(path: Path, stages: int, again: Path, with_optimizer: bool) -> None:
+    """Load, and write what was loaded."""
+    model, optimizer, pipeline = wrapped(stages, seed=2)
+    options: dict[str, Any] = {"optimizer": optimizer if with_optimizer else None, "pipeline_group": pipeline}
+    extra = load_checkpoint(path, model, **options)
+    save_checkpoint(again, model, extra=extra, **options)
+
+
+def read(path: Path) -> tuple[dict[str, Tensor], Manifest]:
+    """The saved weights and buffers, in a whole model without a wrapper; and the manifest."""
+    model = Layers(seed=3)
+    load_checkpoint(path, model)
+    return model.state_dict(), Manifest.read(path)
+
+
+@pytest.mark.parametrize("with_optimizer", [False, True])
+@pytest.mark.parametrize(("saved", "ranks", "loaded", "more"), [(2, 4, 1, 1), (3, 3, 2, 2), (1, 2, 3, 6)])
+def test_any_number_of_stages_goes_on(
+    tmp_path: Path, saved: int, ranks: int, loaded: int, more: int, with_optimizer: bool
+) -> None:
+    first, again = tmp_path / "first", tmp_path / "again"
+    simulate(save, ranks, first, saved, with_optimizer)
+    simulate(load, more, first, loaded, again, with_optimizer)
+    (expected, before), (found, after) = read(first), read(again)
+    assert after.extra == saved
+    assert list(found) == list(expected)
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+    assert found["layers.4.seen"] == 14  # a buffer of the last stage
+    shapes = [{name: (each.shape, each.state, each.group) for name, each in m.tensors.items()} for m in (before, after)]
+    assert shapes[0] == shapes[1]
+    assert ("exp_avg" in before.tensors["layers.3.weight"].state) is with_optimizer
+    assert before.tied == after.tied == {"head.weight": "word.weight"}
+
+
+def test_moments_are_those_that_were_saved(tmp_path: Path) -> None:
+    """The step after a load is the step after the save."""
+
+    def train(path: Path | None, stages: int) -> dict[str, Tensor]:
+        model, optimizer, pipeline = wrapped(stages, seed=1)
+        if path is None:
+            step(model, optimizer)
+        else:
+            load_checkpoint(path, model, optimizer, pipeline_group=pipeline)
+        step(model, optimizer)
+        optimizer.finish_param_sync()
+        return {name: param.detach().clone() for name, param in model.module.named_parameters()}
+
+    simulate(save, 3, tmp_path / "saved", 3, True)
+    for expected, found in zip(simulate(train, 3, None, 3), simulate(train, 3, tmp_path / "saved", 3), strict=True):
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+class Longer(Layers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers["5"] = nn.Linear(6, 6)
+
+
+@pytest.mark.parametrize("lacks", ["the pipeline", "the checkpoint"])
+def test_what_no_stage_has_is_missed(tmp_path: Path, lacks: str) -> None:
+    model = Longer() if lacks == "the pipeline" else Layers(end=4)
+    save_checkpoint(tmp_path / "saved", model)
+    match = r"'layers\.5\..*' is missing in the model" if lacks == "the pipeline" else r"missing in the checkpoint"
+    with pytest.raises(Exception, match=match):
+        simulate(load, 2, tmp_path / "saved", 2, tmp_path / "again", False)
