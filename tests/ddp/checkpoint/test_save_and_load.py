@@ -651,6 +651,18 @@ def test_each_set_of_experts_comes_back_to_its_own_ranks(tmp_path: Path) -> None
         load_checkpoint(tmp_path / "c", Experts(1, 0, marked=True))
 
 
+def test_experts_that_all_ranks_share_are_stored_as_other_weights(tmp_path: Path) -> None:
+    def save() -> dict[str, Tensor]:
+        ddp = DistributedDataParallel(Experts(0, 0, marked=True), expert_process_group=dist.group.WORLD)
+        save_checkpoint(tmp_path / "c", ddp)
+        return weights(ddp)
+
+    saved, _ = simulate(save, 2)
+    other = Experts(1, 0)
+    load_checkpoint(tmp_path / "c", other)
+    assert_same(weights(other), saved)
+
+
 # ---- The documentation. ----
 
 PAGES = [Path(__file__).parents[3] / "docs" / page for page in ("checkpoints.md", "reference/checkpoints.md")]

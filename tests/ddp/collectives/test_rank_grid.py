@@ -146,6 +146,24 @@ def test_gathers_have_a_communicator_of_their_own_where_they_overlap() -> None:
     assert all(same for _, _, same in simulate(communicators, 4, 2, False))
 
 
+def backends_of_groups_made_for(instances: int) -> list[str]:
+    """The world's backend is gloo. Another one stands for gloo in a world of NCCL."""
+    if "of_others" not in dist.Backend.backend_list:
+        dist.Backend.register_backend(
+            "of_others",
+            lambda store, rank, size, timeout: dist.ProcessGroupGloo(store, rank, size, timeout),
+            devices=["cpu"],
+        )
+    grid = with_separate_gather(make_grid(dist.new_group([0, 1], backend="of_others"), num_instances=instances))
+    return [dist.get_backend_config(group) for group in (grid.inner, grid.outer, grid.gather) if group is not None]
+
+
+def test_groups_that_are_made_have_the_backend_of_the_given_one() -> None:
+    for instances in (1, 2):
+        for found in run_ranks(backends_of_groups_made_for, 2, instances):
+            assert set(found) == {"cpu:of_others"}
+
+
 def expert_grids() -> tuple[Any, Any]:
     rank = dist.get_rank()
     experts = dist.new_group([rank % 2, rank % 2 + 2, rank % 2 + 4, rank % 2 + 6], use_local_synchronization=True)

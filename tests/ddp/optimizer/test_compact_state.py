@@ -200,6 +200,23 @@ def test_a_tensor_of_param_groups_that_a_program_writes_is_its_own_master() -> N
     assert all(torch.equal(part.master, part.param.float()) for part in optimizer.full_slices())
 
 
+def test_masters_that_are_loaded_after_the_weights_keep_all_bits_in_the_next_step() -> None:
+    """A program loads weights, as other programs save them, and then what it has kept of the optimizer."""
+    optimizer = compact(wrap(make_model()), lr=0.0, weight_decay=0.0)
+    trained(optimizer, range(1))
+    with torch.no_grad():
+        for param in optimizer.model.parameters():
+            param.zero_()
+        kept = {}
+        for part in optimizer.full_slices(to_load=True):
+            part.master.copy_(torch.linspace(1.0, 2.0, part.master.numel()).view_as(part.master))
+            kept[part.name] = part.master.clone()
+    optimizer.mark_loaded(from_full=True)
+    trained(optimizer, range(1, 2))
+    masters = masters_of(optimizer)
+    assert all(torch.equal(masters[name], kept[name]) for name in kept)
+
+
 def trained(optimizer: DistributedOptimizer, steps: range) -> None:
     for step in steps:
         backward(optimizer.model, step)

@@ -270,12 +270,13 @@ def test_settings_that_differ_between_ranks_are_refused_on_every_rank() -> None:
     simulate(wrap_mine, 2)
 
 
-def test_settings_that_differ_between_the_outer_ranks_of_a_mesh_are_refused_on_every_rank() -> None:
-    """Inside of each instance all ranks have the same."""
+@pytest.mark.parametrize("dim", ["replicate", "shard"])
+def test_settings_that_differ_along_one_dim_of_a_mesh_are_refused_on_every_rank(dim: str) -> None:
+    """Along the other dim all ranks have the same."""
 
     def wrap_mine() -> None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-        checks = torch.distributed.get_rank() >= 2
+        checks = mesh.get_local_rank(dim) == 1
         config = DistributedDataParallelConfig(use_distributed_optimizer=True, check_for_nan_in_grad=checks)
         with pytest.raises(
             ValueError, match=r"the config differs .* has check_\w+ = False where .* has check_\w+ = True"
