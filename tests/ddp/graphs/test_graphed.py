@@ -188,6 +188,16 @@ def accumulation_and_schedule(job: Job) -> None:
         job.seen += [found["loss"].detach(), found["norm"], total.clone(), schedule.get_last_lr()]
 
 
+def in_the_order_of_the_memory(job: Job) -> None:
+    """What a step sees of a tensor's strides: images may be channels_last, and views need the order."""
+
+    def train_step(tokens: Tensor) -> Tensor:
+        return job.iterate(tokens, scale=torch.tensor(tokens.stride()).sum())
+
+    step = job.graphed(train_step)
+    job.seen += [step(torch.randint(VOCAB, (4, 2), generator=job.draws).t()) for _ in range(STEPS)]
+
+
 def lengths(job: Job) -> None:
     job.graphed(job.iterate)
     for _ in range(3):
@@ -263,6 +273,7 @@ def the_mode_that_it_reads_and_leaves(job: Job) -> None:
     [
         (dropout, 1),
         (accumulation_and_schedule, 1),
+        (in_the_order_of_the_memory, 1),
         (lengths, 3),
         (evaluation_and_loads, 1),
         (made_in_the_first_call, 1),
@@ -270,7 +281,7 @@ def the_mode_that_it_reads_and_leaves(job: Job) -> None:
         (the_mode_that_it_reads_and_leaves, 1),
     ],
 )
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(8)
 def test_is_captured(program: Callable[[Job], None], num_graphs: int) -> None:
     step = check(program, dropout=program is dropout)
     assert (step.why_eager, step.num_graphs) == (None, num_graphs)

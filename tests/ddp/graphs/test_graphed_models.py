@@ -1,10 +1,7 @@
 """Models of Hugging Face under ``maingrad.graphed`` on a CPU; twenty on a GPU: ``test_graphed_models_gpu.py``."""
 
 import os
-import threading
 import types
-from collections.abc import Callable
-from contextlib import ExitStack
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: nothing here may download
 
@@ -125,30 +122,4 @@ def test_a_model_that_is_given_positions_makes_none_of_its_own() -> None:
             pass
         assert functions.find_packed_sequence_indices is not before, "until the last has left"
     assert own == [True, False, False, False, False, False, False]
-    assert functions.find_packed_sequence_indices is before
-
-
-def test_a_rank_whose_capture_goes_on_while_anothers_ends_still_has_its_answers() -> None:
-    """Simulated ranks are threads, which share transformers' functions."""
-    model, seen = Model(), []
-    masks, others = ModelMasks(model), ModelMasks(model)
-    for each in (masks, others):
-        each._models, each._module = [model], functions
-    before = functions.find_packed_sequence_indices
-    with ExitStack() as other:
-
-        def begin() -> None:
-            other.enter_context(others.answered())
-
-        def run(function: Callable[[], Any]) -> None:
-            thread = threading.Thread(target=function)
-            thread.start()
-            thread.join()
-
-        run(begin)
-        with masks.answered():
-            run(other.close)
-            masks.ask = lambda name, original, tensor: seen.append(name)  # type: ignore[method-assign]
-            model(torch.ones(2))
-    assert seen == [PACKED]
     assert functions.find_packed_sequence_indices is before
