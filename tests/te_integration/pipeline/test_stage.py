@@ -31,7 +31,7 @@ from torch.torch_version import TorchVersion
 from maingrad.ddp import DistributedDataParallel
 from maingrad.launch import simulate
 from maingrad.launch.simulation.simulate import SimulatedRankError
-from maingrad.te_integration import Linear, delayed_wgrad
+from maingrad.te_integration import GroupedLinear, Linear, delayed_wgrad
 from maingrad.te_integration.pipeline import PipelineStage
 
 KINDS = ["1F1B", "ZeroBubble", "InterleavedZeroBubble", "ZBV"]
@@ -274,6 +274,19 @@ def test_19_gradients_that_are_asked_for_one_after_the_other_are_not_a_split() -
     ddp.finish_grad_sync()
     assert torch.equal(layer.weight.main_grad, dw)
     assert len(seen) == 2
+
+
+def test_19_what_is_not_fused_may_be_split() -> None:
+    """torch registers a prehook, asks for the inputs' gradients, and then for the weights'."""
+    experts = GroupedLinear(2, WIDTH, WIDTH, bias=False)
+    x, _ = batch(0, 0, 2)
+    x.requires_grad_()
+    rows = x.detach().split([3, len(x) - 3])
+    y = experts(x, [3, len(x) - 3])
+    y.grad_fn.register_prehook(lambda grads: None)
+    torch.autograd.grad(y.sum(), x, retain_graph=True)
+    found = torch.autograd.grad(y.sum(), [experts.weight0, experts.weight1])
+    torch.testing.assert_close(found, tuple(part.sum(0).expand(WIDTH, WIDTH) for part in rows))
 
 
 def test_19_a_gradient_that_bypassed_the_hooks_is_cleared_with_the_iteration() -> None:
