@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from parallel_llama import Llama, assert_grads, batch, full, llama, make_mesh, parallelize, plain_grads, whole_grads
 from torch.distributed.checkpoint.state_dict import (
@@ -229,6 +230,21 @@ def wrong_state() -> None:
 
 def test_a_slice_is_no_state_of_the_whole() -> None:
     simulate(wrong_state, 4)
+
+
+def test_slices_of_a_unit_are_no_state_of_another_rank() -> None:
+    """Hooks of ``fully_shard`` see each DTensor as it was saved, and that another rank has saved it."""
+    saved: dict[int, Any] = {}
+
+    def swap() -> None:
+        mesh, rank = make_mesh(), dist.get_rank()
+        model: Any = fully_shard(make("tp", "tp first", mesh), mesh["dp"])
+        saved[rank] = {name: value.clone() for name, value in model.state_dict().items()}
+        dist.barrier()
+        with pytest.raises((RuntimeError, ValueError), match="each rank loads the file that it saved itself"):
+            model.load_state_dict(saved[rank ^ 1])
+
+    simulate(swap, 4)
 
 
 # ---- Groups. ----
