@@ -260,6 +260,7 @@ def test_a_weight_that_changes_between_forward_and_backward(change: str) -> None
     check(model, expected)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("beside", ["a backward that came", "a forward that waits", "a backward of the other mode"])
 def test_a_forward_whose_graph_is_gone_beside_another_contribution(beside: str) -> None:
     """What it has added cannot be taken out of the sum."""
@@ -304,6 +305,7 @@ def test_without_a_wrapper_any_gradient_may_come() -> None:
         assert torch.equal(one.grad, other.grad)
 
 
+@pytest.mark.in_turn
 def test_a_backward_of_the_other_mode_after_a_forward_whose_graph_is_gone() -> None:
     """It takes back what that forward has added; and what it writes itself is no more to be taken back."""
     model, expected = pair()
@@ -323,6 +325,7 @@ def test_a_backward_of_the_other_mode_after_a_forward_whose_graph_is_gone() -> N
     check(model, expected)
 
 
+@pytest.mark.in_turn
 def test_an_iteration_may_end_after_a_forward_whose_graph_is_gone() -> None:
     model, expected = pair()
     model(*batch(1))
