@@ -70,7 +70,7 @@ FAULTS = [
         "47l-settings-are-compared-inside-instances-alone",
         sentence="Settings that differ between the outer ranks of a mesh are not noticed.",
         tests=[
-            "tests/ddp/wrapper/test_bad_input.py::test_settings_that_differ_between_the_outer_ranks_of_a_mesh_are_refused_on_every_rank"
+            "tests/ddp/wrapper/test_bad_input.py::test_settings_that_differ_along_one_dim_of_a_mesh_are_refused_on_every_rank"
         ],
         changes=[
             Change(
