@@ -486,6 +486,20 @@ def test_nan_and_infinity_of_gradients_show(device: str, form: tuple[torch.dtype
 
 
 @pytest.mark.parametrize("device", LAUNCHER_DEVICES)
+@pytest.mark.parametrize("form", [FORMS[1], FORMS[4]], ids=str)
+def test_a_gradient_of_nan_shows_under_lion(device: str, form: tuple[torch.dtype, torch.dtype, str]) -> None:
+    """A step has the sign of the blend, and torch's sign of NaN is 0."""
+    rows = [row._replace(exp_avg_sq=None, exp_avg_sq_scale=None) for row in rows_of(*form, device, [2000])]
+    rows[0].grad[5] = float("nan")
+    expected = copies(rows)
+    launched(rows, "lion")(LION)
+    update_reference(expected, LION, rule="lion")
+    for row in (*rows, *expected):
+        assert row.param[5].isnan() and row.param.isnan().sum() == 1
+        assert row.exp_avg[5].isnan() and row.exp_avg.isnan().sum() == 1
+
+
+@pytest.mark.parametrize("device", LAUNCHER_DEVICES)
 def test_a_small_second_moment_in_8_bits_stays_above_0(device: str) -> None:
     """Beside a gradient that is a million times as large: a step would divide by eps alone."""
     rows = rows_of(torch.float32, torch.uint8, "remainder", device, [600])

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 from changing import CHANGES, MOMENTS, outcome, sharded_run, unfreeze
-from torch import nn
+from torch import Tensor, nn
 
+from maingrad.fsdp import fully_shard
 from maingrad.launch import simulate
 
 WAYS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -61,3 +62,28 @@ def test_a_parameter_that_replaces_a_whole_one_is_not_lost_silently() -> None:
             pass
 
     simulate(on_rank, 2)
+
+
+class ReplacesOnce(nn.Module):
+    """Its first forward gives it another weight, as a lazy initialisation does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.replaced = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.replaced:
+            self.weight, self.replaced = nn.Parameter(torch.zeros(3)), True
+        return x * self.weight
+
+
+def test_a_unit_that_replaces_its_parameter_and_runs_again_is_refused() -> None:
+    """The second forward has registered the unit's own parameters again."""
+    block = fully_shard(ReplacesOnce())
+    model: Any = fully_shard(nn.Sequential(block, block))
+    loss = model(torch.ones(2, 3)).sum()
+    with pytest.raises(RuntimeError, match=r"parameter '0.weight' was replaced after fully_shard"):
+        loss.backward()
+    with pytest.raises(RuntimeError, match=r"parameter '0.weight' was replaced after fully_shard"):
+        model(torch.ones(2, 3))

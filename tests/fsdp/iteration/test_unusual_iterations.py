@@ -156,6 +156,24 @@ def test_sums_that_were_cleared_are_not_reduced_across_instances(placements: str
     check(4, cleared_in_the_middle, (1, 2), placements, every)
 
 
+def cleared_in_one_bucket(placements: str) -> list[Tensor]:
+    model = sharded(placements=placements, bucket_size=1, reduce_every_microbatch=False)
+    with model.no_sync():
+        model(batch(0)).backward()
+    for layer in model.layers:
+        layer.weight.grad = None  # of each unit's two buckets one
+    model(batch(1)).backward()
+    return whole_grads(model)
+
+
+@pytest.mark.parametrize("placements", ["zero2", "zero3"])
+def test_sums_of_one_bucket_of_a_unit_may_be_cleared_alone(placements: str) -> None:
+    weights, biases = expected(2, 1)[::2], expected(2, 0, 1)[1::2]
+    for grads in simulate(cleared_in_one_bucket, 2, placements):
+        torch.testing.assert_close(grads[::2], weights)
+        torch.testing.assert_close(grads[1::2], biases)
+
+
 def cleared_before_the_end(placements: str) -> list[Tensor]:
     model = sharded(mesh=init_device_mesh("cpu", (2, 2)), placements=placements)
     with model.no_sync():

@@ -150,6 +150,9 @@ def test_operands_with_rows_apart_or_columns_apart(device: str) -> None:
     for other in (wide[:, 7:31], dy.t().contiguous().t()):
         torch.testing.assert_close(bias_grad_launched(other, offsets, scale, torch.float32), db)
         torch.testing.assert_close(scale_grad_launched(other, bias.t().contiguous().t(), offsets), ds)
+    wide_bias = torch.full((3, 40), float("nan"), device=device)
+    wide_bias[:, 7:31] = bias
+    torch.testing.assert_close(scale_grad_launched(dy, wide_bias[:, 7:31], offsets), ds)
     apart = torch.full((96,), float("nan"), device=device)
     apart[::2] = scale
     torch.testing.assert_close(bias_grad_launched(dy, offsets, apart[::2], torch.float32), db)
