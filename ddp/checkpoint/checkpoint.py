@@ -85,7 +85,8 @@ def save_checkpoint(
         def plan() -> PendingSave:
             manifest = None
             if ranks.is_first:
-                _check_sole_saver(target)
+                if ranks.failures is not None:  # a model in no wrapper may be one that all ranks have
+                    _check_sole_saver(target)
                 staging.begin()
                 tensors = saved_tensors(writers, (item for each in notes for item in each.tensors.items()))
                 manifest = Manifest(
@@ -231,8 +232,7 @@ def _check_sole_saver(path: Path) -> None:
         if first != rank:
             raise FileExistsError(
                 f"rank {first} saves to '{path}' too, and one would replace the other: a pipeline's stages give "
-                f"pipeline_group; a model that is in no wrapper of maingrad's, each rank saves by itself: save it on "
-                f"one (if torch.distributed.get_rank() == 0); save other models elsewhere"
+                f"pipeline_group, and other models are saved elsewhere"
             )
 
 

@@ -158,7 +158,8 @@ class Staging:
             self._release()
             raise FileExistsError(
                 f"another save is writing into '{self.folder}': two jobs do not save to one path; wait for it to end, "
-                f"or save elsewhere"
+                f"or save elsewhere; a model that is in no wrapper of maingrad's, each rank saves by itself: save it "
+                f"on one (if torch.distributed.get_rank() == 0)"
             ) from None
 
     def _release(self) -> None:
