@@ -211,17 +211,17 @@ def _names_elsewhere(source: CheckpointSource) -> set[str]:
     module, ranks = source.module, source.ranks
     if ranks.pipeline is None:
         return set()
-    params = dict(module.named_parameters(remove_duplicate=False))
-    own = {name for name, _ in [*module.named_modules(), *module.named_buffers(remove_duplicate=False)]}.union(params)
-    single = {name for name, param in params.items() if not getattr(param, "shared_embedding", False)}
-    stages = gather((own, single), [ranks.pipeline], ranks.failures, "the names of all stages").values()
-    counts = Counter(name for _, names in stages for name in names)
+    own = {name: False for name, _ in [*module.named_modules(), *module.named_buffers(remove_duplicate=False)]}
+    for name, param in module.named_parameters(remove_duplicate=False):
+        own[name] = not getattr(param, "shared_embedding", False)
+    stages = gather(own, [ranks.pipeline], ranks.failures, "the names of all stages").values()
+    counts = Counter(name for names in stages for name, is_single in names.items() if is_single)
     if twice := [name for name, count in counts.items() if count > 1]:
         raise ValueError(
             f"several stages have a parameter '{min(twice)}', and a checkpoint would have one of them: give parameters "
             f"the names that the whole model has, or save each stage to a folder of its own, without pipeline_group"
         )
-    return set().union(*(names for names, _ in stages)) - own
+    return set().union(*stages) - own.keys()
 
 
 def _check_sole_saver(path: Path) -> None:
