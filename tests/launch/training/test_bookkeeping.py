@@ -33,7 +33,7 @@ from maingrad.launch.training.run_state import (
     write_resolved,
 )
 from maingrad.launch.training.signals import StopRequest
-from maingrad.launch.training.train import _Trainer, train
+from maingrad.launch.training.train import Trainer, train
 from maingrad.launch.training.watching.trackers import Tracker
 
 SMALL = {"num_layers": 1}
@@ -101,13 +101,13 @@ def test_a_validation_is_in_evaluation_without_graph_and_sees_documents(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Of experts too: their routers' losses are those of training."""
-    seen, loss = list[Any](), _Trainer._loss
+    seen, loss = list[Any](), Trainer._loss
 
-    def spied(self: _Trainer, inputs: Tensor, targets: Tensor, positions: Tensor | None = None) -> Tensor:
+    def spied(self: Trainer, inputs: Tensor, targets: Tensor, positions: Tensor | None = None) -> Tensor:
         seen.append((torch.is_grad_enabled(), self.model.training, positions is not None))
         return loss(self, inputs, targets, positions)
 
-    monkeypatch.setattr(_Trainer, "_loss", spied)
+    monkeypatch.setattr(Trainer, "_loss", spied)
     experts = {"num_experts": 2, "top_k": 1, "expert_ffn_dim": 8, "aux_loss_coefficient": 100.0}
     data = {"documents": "mask", "end_of_document": 10}
     result = train(config_of(tmp_path, model=experts, data=data, train={"steps": 3, "eval_every": 2}))
@@ -122,7 +122,7 @@ def test_a_batch_without_a_target_is_a_step(tmp_path: Path):
     data = {"source": "tokens", "paths": [str(tmp_path / "tokens")], "documents": "mask", "end_of_document": 0}
     config = config_of(tmp_path, data=data, train={"steps": 1}, optimizer={"warmup_steps": 0})
     heard: Any = Heard()
-    trainer = _Trainer(config, loop.current_runtime("cpu", config.mesh), MetricsWriter(None), StopRequest(), heard)
+    trainer = Trainer(config, loop.current_runtime("cpu", config.mesh), MetricsWriter(None), StopRequest(), heard)
     assert trainer._step(0).item() == 0.0
 
 
@@ -267,12 +267,16 @@ def test_memory_of_saves_is_taken_where_they_are_in_the_background_of_a_gpu(
     tmp_path: Path, background: bool, on_gpu: bool, monkeypatch: pytest.MonkeyPatch
 ):
     prepared: list[Any] = []
-    monkeypatch.setattr(run_state, "prepare_background_saves", lambda *given: prepared.append(given))
+    monkeypatch.setattr(
+        run_state, "prepare_background_saves", lambda *given, **stages: prepared.append((*given, stages))
+    )
     params = [SimpleNamespace(is_cuda=each) for each in (False, on_gpu)]
-    wrapped: Any = SimpleNamespace(model=SimpleNamespace(parameters=lambda: params), optimizer="optimizer")
+    wrapped: Any = SimpleNamespace(
+        model=SimpleNamespace(parameters=lambda: params), optimizer="optimizer", pipeline="stages"
+    )
     config = config_of(tmp_path, checkpoint={"background": background})
     RunSaver(config, wrapped, is_main=True, say=print).prepare()
-    assert prepared == ([(wrapped.model, "optimizer")] if background and on_gpu else [])
+    assert prepared == ([(wrapped.model, "optimizer", {"pipeline_group": "stages"})] if background and on_gpu else [])
 
 
 def test_a_failed_save_ends_the_run_at_the_next_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -382,8 +386,8 @@ def test_a_checkpoint_of_before_validations_were_noted_was_validated(tmp_path: P
     for validated in (None, True, False):
         extra = {"step": 3, "seconds": 1.0, "schedule": schedule.state_dict(), "config": config_to_dict(config)}
         extra |= {} if validated is None else {"validated": validated}
-        monkeypatch.setattr(run_state, "load_checkpoint", lambda *_, extra=extra: extra)
-        wrapped: Any = type("Wrapped", (), {"model": model, "optimizer": schedule.optimizer})
+        monkeypatch.setattr(run_state, "load_checkpoint", lambda *_, pipeline_group, extra=extra: extra)
+        wrapped: Any = type("Wrapped", (), {"model": model, "optimizer": schedule.optimizer, "pipeline": None})
         pace = loop.Pace(6, None)
         assert resume_run(tmp_path, config, pace, wrapped, schedule, {}) is (validated is not False)
         assert (pace.step, pace.seconds) == (3, 1.0)
