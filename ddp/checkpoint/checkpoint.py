@@ -12,6 +12,7 @@ checks all it can before it changes the model, and then each rank reads its part
 """
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,7 @@ from torch.optim import Optimizer
 from ..collectives.failure_report import CollectiveError, gather, with_more_text
 from ..plan.model_slice import ModelSlice
 from ..plan.owned_params import is_slice, refuse_slices
+from ..torch_internals.distributed import default_store
 from .background import PendingSave, finish_pending, reserve_memory
 from .files.boxes import Part, Parts, part_of_whole, parts_of_range
 from .files.folder import Staging
@@ -61,8 +63,8 @@ def save_checkpoint(
                other names than other stages'; but a shared embedding has one name on all. A module without it takes all
 
     Call it between steps: gradients are not saved. The folder appears at ``path`` when it is complete, and replaces a
-    checkpoint there. Raises ``FileExistsError`` where something else is at ``path``, and where another save to ``path``
-    is running. All ranks raise the same error.
+    checkpoint there. Raises ``FileExistsError`` where something else is at ``path``, where other ranks of this program
+    have saved to ``path``, and where another save to it is running. All ranks raise the same error.
     """
     finish_pending(model)
     source = _source_of(model, pipeline_group)
@@ -75,6 +77,7 @@ def save_checkpoint(
             "give the wrapper those ranks as tensor_parallel_group",
         )
     target, save_id, sets = _check_same_call(path, optimizer, source, "save_checkpoint")
+    _names_elsewhere(source)
 
     with Staging(target) as staging:
         mine, writers, notes = _list_saved(source, optimizer, sets, f"the preparation of checkpoint '{target}'")
@@ -82,6 +85,8 @@ def save_checkpoint(
         def plan() -> PendingSave:
             manifest = None
             if ranks.is_first:
+                if ranks.failures is not None:  # a model in no wrapper may be one that all ranks have
+                    _check_sole_saver(target)
                 staging.begin()
                 tensors = saved_tensors(writers, (item for each in notes for item in each.tensors.items()))
                 manifest = Manifest(
@@ -133,7 +138,7 @@ def load_checkpoint(
     target, _, sets = _check_same_call(path, optimizer, source, "load_checkpoint")
 
     at_the_end: list[Callable[[], None]] = []
-    elsewhere = _modules_elsewhere(source)
+    elsewhere = _names_elsewhere(source)
 
     def prepare() -> Callable[[Manifest], Parts]:
         held = source.hold(optimizer, saving=False)
@@ -142,7 +147,7 @@ def load_checkpoint(
             stored = {
                 name: there
                 for name, there in sets.here_of(manifest.tensors).items()
-                if name.rpartition("@")[2].rpartition(".")[0] not in elsewhere
+                if elsewhere.isdisjoint((model_name := name.rpartition("@")[2], model_name.rpartition(".")[0]))
             }
             entries = {name: manifest.tensors[there] for name, there in stored.items()}
             holding, adopts = _with_on_demand(_with_sets(held, stored), source.module, entries)
@@ -198,11 +203,37 @@ def _source_of(model: nn.Module, pipeline_group: dist.ProcessGroup | None) -> Ch
     return source
 
 
-def _modules_elsewhere(source: CheckpointSource) -> set[str]:
-    """The modules that only a pipeline's other stages have. Collective over the stages."""
-    own, ranks = {name for name, _ in source.module.named_modules()}, source.ranks
-    stages = () if ranks.pipeline is None else (ranks.pipeline,)
-    return set().union(*gather(own, stages, ranks.failures, "the names of all stages' modules").values()) - own
+def _names_elsewhere(source: CheckpointSource) -> set[str]:
+    """The modules, parameters and buffers that only a pipeline's other stages have. Collective over the stages.
+
+    Raises ``ValueError`` for a parameter of several stages that is no shared embedding: one would be taken for another.
+    """
+    module, ranks = source.module, source.ranks
+    if ranks.pipeline is None:
+        return set()
+    own = {name: False for name, _ in [*module.named_modules(), *module.named_buffers(remove_duplicate=False)]}
+    for name, param in module.named_parameters(remove_duplicate=False):
+        own[name] = not getattr(param, "shared_embedding", False)
+    stages = gather(own, [ranks.pipeline], ranks.failures, "the names of all stages").values()
+    counts = Counter(name for names in stages for name, is_single in names.items() if is_single)
+    if twice := [name for name, count in counts.items() if count > 1]:
+        raise ValueError(
+            f"several stages have a parameter '{min(twice)}', and a checkpoint would have one of them: give parameters "
+            f"the names that the whole model has, or save each stage to a folder of its own, without pipeline_group"
+        )
+    return set().union(*stages) - own.keys()
+
+
+def _check_sole_saver(path: Path) -> None:
+    """Raise ``FileExistsError`` where other ranks of this program have saved to ``path``: theirs would be gone."""
+    if default_store is not None and dist.is_initialized():
+        rank = str(dist.get_rank())
+        first = bytes(default_store().compare_set(f"maingrad/saved/{path}", "", rank)).decode()
+        if first != rank:
+            raise FileExistsError(
+                f"rank {first} saves to '{path}' too, and one would replace the other: a pipeline's stages give "
+                f"pipeline_group, and other models are saved elsewhere"
+            )
 
 
 class ExpertSets(NamedTuple):

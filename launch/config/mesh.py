@@ -41,7 +41,7 @@ class Stage:
         return self.index == self.count - 1
 
     def blocks(self, num_layers: int) -> range:
-        """Indices of the stage's blocks. Where they do not divide, earlier stages have one more."""
+        """Indices of the stage's blocks. Where they do not divide, some have one more, the last not."""
         return range(-(-num_layers * self.index // self.count), -(-num_layers * (self.index + 1) // self.count))
 
 

@@ -6,6 +6,7 @@ Every rank of a pipeline reads the same samples.
 torch takes half a second to import its schedules: ``train`` imports this file where there are stages.
 """
 
+import time
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.pipelining import ScheduleGPipe, schedules
 
+from ...ddp.collectives.rank_grid import RankGrid
 from ...te_integration.pipeline import PipelineStage
 from ...te_integration.recipes import autocast
 from ..config.run import Config
@@ -55,6 +57,8 @@ class PipelinedTrainer(Trainer):
         self._schedule = schedule(made if alone else [made], settings.num_microbatches, _weighted, scale_grads=False)
         self._evaluation = ScheduleGPipe(made, 1, _weighted, scale_grads=False)
         self.model.register_forward_hook(lambda *_: self.recorder.forward_ended())
+        failures = self.wrapped.failures
+        failures.grids = [*failures.grids, RankGrid(runtime.pipeline_group, None, None)]
 
     def _run_microbatches(self, inputs: Tensor, targets: Tensor, weights: Tensor, positions: Tensor | None) -> Tensor:
         runtime, losses = self.runtime, list[Tensor]()
@@ -63,8 +67,14 @@ class PipelinedTrainer(Trainer):
         if positions is not None:
             others["positions"] = positions.flatten(0, 1)
         run = self._schedule.step if torch.is_grad_enabled() else self._evaluation.eval
-        with autocast(self.recipe is not None, recipe=self.recipe):
-            run(*tokens, target=weights, losses=losses, return_outputs=False, **others)
+        began, failures = time.monotonic(), self.wrapped.failures
+        try:
+            with autocast(self.recipe is not None, recipe=self.recipe):
+                run(*tokens, target=weights, losses=losses, return_outputs=False, **others)
+        except RuntimeError as error:
+            if error.__cause__ is not None or not failures.active:  # torch has named this stage
+                raise
+            raise failures.report(error, "tensors of another stage", time.monotonic() - began) from error
         total = torch.zeros((), dtype=torch.float64, device=runtime.device)
         return sum((loss.detach() for loss in losses), total) * runtime.mesh.pp
 

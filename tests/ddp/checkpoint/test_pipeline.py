@@ -143,3 +143,45 @@ def test_what_no_stage_has_is_missed(tmp_path: Path, lacks: str) -> None:
     match = r"'layers\.5\..*' is missing in the model" if lacks == "the pipeline" else r"missing in the checkpoint"
     with pytest.raises(Exception, match=match):
         simulate(load, 2, tmp_path / "saved", 2, tmp_path / "again", False)
+
+
+class Flat(nn.Module):
+    """A stage with a parameter and a buffer that lie in no module of its own."""
+
+    def __init__(self, name: str, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.register_parameter(name, nn.Parameter(torch.randn(3)))
+        self.register_buffer(f"{name}_seen", torch.randn(()))
+
+
+def of_two_stages(do: Any, path: Path, names: list[str], seed: int, **given: bool) -> dict[str, Tensor]:
+    """Save or load one of two stages, without ``pipeline_group`` if not ``given``; and what it has then."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))
+    stage = Flat(names[dist.get_rank()], seed + dist.get_rank())
+    model = DistributedDataParallel(stage, DistributedDataParallelConfig(), process_group=mesh.get_group("dp"))
+    do(path, model, pipeline_group=mesh.get_group("pp") if given.get("whole", True) else None)
+    return {name: value.clone() for name, value in stage.state_dict().items()}
+
+
+def test_stages_have_parameters_in_no_module(tmp_path: Path) -> None:
+    saved = simulate(of_two_stages, 2, save_checkpoint, tmp_path / "saved", ["first", "last"], 1)
+    loaded = simulate(of_two_stages, 2, load_checkpoint, tmp_path / "saved", ["first", "last"], 5)
+    for before, after in zip(saved, loaded, strict=True):
+        assert before.keys() == after.keys()
+        assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_stages_with_the_same_names_are_refused(tmp_path: Path) -> None:
+    """A checkpoint would have the weights of one of them."""
+    save_checkpoint(tmp_path / "saved", Flat("w", 0))
+    for do in (save_checkpoint, load_checkpoint):
+        with pytest.raises(Exception, match=r"several stages have a parameter 'w', .* without pipeline_group"):
+            simulate(of_two_stages, 2, do, tmp_path / "saved", ["w", "w"], 1)
+
+
+@pytest.mark.parametrize("names", [["first", "last"], ["w", "w"]])
+def test_a_forgotten_pipeline_is_noticed(tmp_path: Path, names: list[str]) -> None:
+    """Each stage would replace the other's checkpoint."""
+    with pytest.raises(Exception, match=r"rank . saves to .* and one would replace the other: .* pipeline_group"):
+        simulate(lambda: of_two_stages(save_checkpoint, tmp_path / "saved", names, 1, whole=False), 2)

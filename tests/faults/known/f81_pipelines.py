@@ -97,9 +97,29 @@ FAULTS = [
             Change(
                 "maingrad.ddp.checkpoint.checkpoint",
                 "load_checkpoint",
-                'name.rpartition("@")[2].rpartition(".")[0] not in elsewhere',
+                'elsewhere.isdisjoint((model_name := name.rpartition("@")[2], model_name.rpartition(".")[0]))',
                 "source.ranks.pipeline is None or name in dict(source.module.state_dict())",
             )
+        ],
+    ),
+    Fault(
+        "81k-stages-of-one-name-are-saved-once",
+        sentence="Of parameters that several stages have under one name, a checkpoint has one.",
+        tests=[CHECKPOINTS + "test_stages_with_the_same_names_are_refused"],
+        changes=[Change("maingrad.ddp.checkpoint.checkpoint", "_names_elsewhere", "count > 1", "count > 9")],
+    ),
+    Fault(
+        "81l-stages-replace-each-other",
+        sentence="Stages without pipeline_group save to one path, and the last one's checkpoint stays.",
+        tests=[CHECKPOINTS + "test_a_forgotten_pipeline_is_noticed"],
+        changes=[Change("maingrad.ddp.checkpoint.checkpoint", "_check_sole_saver", "first != rank", "not rank")],
+    ),
+    Fault(
+        "81m-a-stage-that-fails-is-not-named",
+        sentence="A rank that waits for another stage, which has failed, raises gloo's error: no rank is named.",
+        tests=[TRAIN + "test_a_stage_that_fails_is_named_by_the_others"],
+        changes=[
+            Change(PIPELINED, "PipelinedTrainer._run_microbatches", "or not failures.active", "or failures.active")
         ],
     ),
 ]

@@ -1,5 +1,6 @@
 """``[mesh] pp``: the stages of a pipeline train what one rank trains."""
 
+import itertools
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -7,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ending_ranks import assert_silent, run_to_the_end, the_report
 from gloo import run_ranks
 from tiny_run import tiny_config
 
 from maingrad.launch import simulate
 from maingrad.launch.config.run import Config
+from maingrad.launch.model.gpt import Block
 from maingrad.launch.plan.exchanged import exchanges_of
 from maingrad.launch.simulation.group import SimulatedProcessGroup
 from maingrad.launch.training.metrics import read_metrics
@@ -195,6 +198,30 @@ def test_stages_are_processes(tmp_path: Path):
     again = config_of(tmp_path / "simulated", "zero1", mesh=ZERO_BUBBLE, model={"tie_embeddings": True})
     assert found == simulate(trained_alone, 2, again)
     assert found[0] == found[1]
+
+
+def trained_by_a_stage_that_fails(config: Config) -> None:
+    forward, calls = Block.forward, itertools.count()
+
+    def fails(self: Block, *args: Any) -> Any:
+        if dist.get_rank() == 1 and next(calls) == 4:  # in the second step
+            raise ValueError("too hot")
+        return forward(self, *args)
+
+    Block.forward = fails  # type: ignore[method-assign]
+    train(config)
+
+
+@pytest.mark.in_turn
+def test_a_stage_that_fails_is_named_by_the_others(tmp_path: Path):
+    config = config_of(tmp_path, "ddp", mesh={"pp": 3}, train={"out_dir": str(tmp_path / "run")})
+    ended = run_to_the_end(trained_by_a_stage_that_fails, 3, config)
+    assert "ValueError: too hot" in ended[1].output
+    assert "[Stage 1] failed to run forward" in ended[1].output
+    for rank in (0, 2):
+        report = the_report(rank, ended[rank])
+        assert report["what"] == "tensors of another stage"
+        assert_silent(report, 1)
 
 
 def test_activations_travel_to_the_next_stage_and_gradients_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
