@@ -12,6 +12,7 @@ checks all it can before it changes the model, and then each rank reads its part
 """
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -58,7 +59,8 @@ def save_checkpoint(
     background  True: copy to host memory what this rank writes, return a ``PendingSave``, and write in a thread while
                training goes on. The model's next save or load waits for the thread first
     pipeline_group  the ranks with the pipeline's other stages. ``model`` is this rank's stage, whose parameters have
-               other names than other stages'; but a shared embedding has one name on all. A module without it takes all
+               other names than other stages'; but a shared embedding (``shared_embedding = True``) has one name on all.
+               A module without it takes all
 
     Call it between steps: gradients are not saved. The folder appears at ``path`` when it is complete, and replaces a
     checkpoint there. Raises ``FileExistsError`` where something else is at ``path``, and where another save to ``path``
@@ -66,6 +68,7 @@ def save_checkpoint(
     """
     finish_pending(model)
     source = _source_of(model, pipeline_group)
+    _elsewhere(source)  # raises where stages have different parameters of one name
     ranks = source.ranks
     if ranks.grid.leaves_ranks_out and getattr(model, "tensor_ranks", None) is None:
         refuse_slices(
@@ -133,7 +136,7 @@ def load_checkpoint(
     target, _, sets = _check_same_call(path, optimizer, source, "load_checkpoint")
 
     at_the_end: list[Callable[[], None]] = []
-    elsewhere = _modules_elsewhere(source)
+    elsewhere = _elsewhere(source)
 
     def prepare() -> Callable[[Manifest], Parts]:
         held = source.hold(optimizer, saving=False)
@@ -142,7 +145,7 @@ def load_checkpoint(
             stored = {
                 name: there
                 for name, there in sets.here_of(manifest.tensors).items()
-                if name.rpartition("@")[2].rpartition(".")[0] not in elsewhere
+                if elsewhere.isdisjoint(_and_its_module(name.rpartition("@")[2]))
             }
             entries = {name: manifest.tensors[there] for name, there in stored.items()}
             holding, adopts = _with_on_demand(_with_sets(held, stored), source.module, entries)
@@ -198,11 +201,30 @@ def _source_of(model: nn.Module, pipeline_group: dist.ProcessGroup | None) -> Ch
     return source
 
 
-def _modules_elsewhere(source: CheckpointSource) -> set[str]:
-    """The modules that only a pipeline's other stages have. Collective over the stages."""
-    own, ranks = {name for name, _ in source.module.named_modules()}, source.ranks
-    stages = () if ranks.pipeline is None else (ranks.pipeline,)
-    return set().union(*gather(own, stages, ranks.failures, "the names of all stages' modules").values()) - own
+def _elsewhere(source: CheckpointSource) -> set[str]:
+    """Names of modules, parameters and buffers that only a pipeline's other stages have. Collective over the stages.
+
+    Raises ``ValueError`` on all of them for a name that several have, unless its parameter is shared or frozen.
+    """
+    module, ranks = source.module, source.ranks
+    own = {name: False for name, _ in [*module.named_modules(), *module.named_buffers(remove_duplicate=False)]}
+    for name, param in module.named_parameters(remove_duplicate=False):
+        own[name] = param.requires_grad and not getattr(param, "shared_embedding", False)
+    groups = () if ranks.pipeline is None else (ranks.pipeline,)
+    stages = gather(own, groups, ranks.failures, "the names that all stages have").values()
+    counts = Counter(name for stage in stages for name, is_alone in stage.items() if is_alone)
+    for name, count in counts.items():
+        if count > 1:
+            raise ValueError(
+                f"parameter '{name}' is on {count} stages of the pipeline, and a checkpoint would have one of them: "
+                f"name each stage's modules as the whole model does, as by an nn.ModuleDict of layers by their "
+                f"numbers; copies of one embedding have the mark shared_embedding = True"
+            )
+    return set().union(*stages) - own.keys()
+
+
+def _and_its_module(name: str) -> tuple[str, str]:
+    return name, name.rpartition(".")[0]
 
 
 class ExpertSets(NamedTuple):

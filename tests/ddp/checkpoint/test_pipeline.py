@@ -1,5 +1,6 @@
 """Checkpoints of a pipeline: its stages write one model, and read their parts of any."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,17 @@ LAYERS = 5
 
 
 class Layers(nn.Module):
-    """Layers [start, end) of a model; the first one is an embedding, which the last one multiplies by too."""
+    """Layers [start, end) of a model; the first one is an embedding, which the last one multiplies by too.
+
+    ``place`` and ``scale`` are of the outermost module, which all stages have.
+    """
 
     def __init__(self, start: int = 0, end: int = LAYERS, seed: int = 0) -> None:
         super().__init__()
         torch.manual_seed(seed)
         self.start, self.end = start, end
+        if start == 0:
+            self.place = nn.Parameter(torch.randn(6))
         self.layers = nn.ModuleDict()
         for index in range(start, end):
             layer = nn.Linear(6, 6)
@@ -39,11 +45,12 @@ class Layers(nn.Module):
             self.word = nn.Embedding(3, 6)
             self.word.weight.shared_embedding = end - start < LAYERS
         if end == LAYERS:
+            self.register_buffer("scale", torch.full((), float(seed)))
             self.head = nn.Linear(6, 3, bias=False)
             self.head.weight = self.word.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.word(x) if self.start == 0 else x
+        x = self.word(x) + self.place if self.start == 0 else x
         for layer in self.layers.values():
             x = layer(x).tanh()
         return (self.head(x) if self.end == LAYERS else x).square().mean()
@@ -105,7 +112,7 @@ def test_any_number_of_stages_goes_on(
     assert after.extra == saved
     assert list(found) == list(expected)
     assert all(torch.equal(found[name], expected[name]) for name in found)
-    assert found["layers.4.seen"] == 14  # a buffer of the last stage
+    assert found["layers.4.seen"] == 14 and found["scale"] == 1  # buffers of the last stage
     shapes = [{name: (each.shape, each.state, each.group) for name, each in m.tensors.items()} for m in (before, after)]
     assert shapes[0] == shapes[1]
     assert ("exp_avg" in before.tensors["layers.3.weight"].state) is with_optimizer
@@ -143,3 +150,16 @@ def test_what_no_stage_has_is_missed(tmp_path: Path, lacks: str) -> None:
     match = r"'layers\.5\..*' is missing in the model" if lacks == "the pipeline" else r"missing in the checkpoint"
     with pytest.raises(Exception, match=match):
         simulate(load, 2, tmp_path / "saved", 2, tmp_path / "again", False)
+
+
+def save_same_names(path: Path, frozen: bool) -> None:
+    stage = nn.Sequential(nn.Linear(2, 2)).requires_grad_(not frozen)
+    with pytest.raises(ValueError, match=r"'0\.weight' is on 2 stages") if not frozen else nullcontext():
+        save_checkpoint(path, stage, pipeline_group=dist.group.WORLD)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_stages_with_the_same_names_are_refused(tmp_path: Path, frozen: bool) -> None:
+    """One of them would be lost. What is frozen may be a copy, as of a table that all stages have."""
+    simulate(save_same_names, 2, tmp_path / "saved", frozen)
+    assert (tmp_path / "saved").exists() is frozen

@@ -97,7 +97,7 @@ FAULTS = [
             Change(
                 "maingrad.ddp.checkpoint.checkpoint",
                 "load_checkpoint",
-                'name.rpartition("@")[2].rpartition(".")[0] not in elsewhere',
+                'elsewhere.isdisjoint(_and_its_module(name.rpartition("@")[2]))',
                 "source.ranks.pipeline is None or name in dict(source.module.state_dict())",
             )
         ],
