@@ -7,7 +7,6 @@ bucket overlaps the weight gradients of the next bucket.
 
 import sys
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -57,6 +56,9 @@ class WgradQueue:
         self._named_microbatch: int | None = None
         self._backward = -1  # graph task of the latest entry
         self._microbatch = -1
+        self.fill: Callable[[], None] = weak_method(self.drain_half)
+        """``drain_half``, as a graph may hold it: it holds the queue weakly. No ``weakref.ref``: where torch compiles
+        the forward of a function of autograd, ``ctx`` would get the queue in its place (2.14)."""
         self.log: list[RunRecord] | None = None
         """Set this to a list to record each computed weight gradient, in order."""
 
@@ -122,7 +124,11 @@ class WgradQueue:
         self._run(lambda entry: True, key=_bucket_of)
 
     def drain_half(self) -> None:
-        """Compute the older half of what is pending, rounded up, in queue order."""
+        """Compute the older half of what is pending, rounded up, in queue order.
+
+        Backward waits twice a layer of experts, and the layer's weight gradients come between the two waits: a queue
+        that the second one empties has nothing for the first one of the layer before.
+        """
         entries = tuple(self._entries)
         older = entries[: -(-len(entries) // 2)]
         self._run(lambda entry: entry in older, key=lambda entry: 0)
@@ -185,24 +191,19 @@ class WgradQueue:
             self._retired.append(entry)
 
 
-Filling: TypeAlias = "weakref.ref[WgradQueue] | None"
-"""A queue of which waits of the backward compute a half; None: there is none."""
+Filling: TypeAlias = Callable[[], None] | None
+"""What waits of the backward call, to compute a half of a queue; None: there is none."""
 
 
 def filling(queue: WgradQueue | None) -> Filling:
-    """The queue, held weakly, as a graph may hold it; None unless it has ``fill_waits``."""
-    return None if queue is None or not queue.fill_waits else weakref.ref(queue)
+    """The queue's ``fill``; None unless it has ``fill_waits``."""
+    return None if queue is None or not queue.fill_waits else queue.fill
 
 
 def fill_wait(waiting: Filling) -> None:
-    """While a collective runs, compute a half of what the queue holds.
-
-    Backward waits twice a layer of experts, and the layer's weight gradients come between the two waits: a queue that
-    the second one empties has nothing for the first one of the layer before.
-    """
-    queue = None if waiting is None else waiting()
-    if queue is not None:
-        queue.drain_half()
+    """While a collective runs, compute a half of what the queue holds."""
+    if waiting is not None:
+        waiting()
 
 
 def drain_modules(model: nn.Module) -> None:

@@ -206,14 +206,15 @@ def _source_of(model: nn.Module, pipeline_group: dist.ProcessGroup | None) -> Ch
 def _names_elsewhere(source: CheckpointSource) -> set[str]:
     """The modules, parameters and buffers that only a pipeline's other stages have. Collective over the stages.
 
-    Raises ``ValueError`` for a parameter of several stages that is no shared embedding: one would be taken for another.
+    Raises ``ValueError`` for a trained parameter of several stages that is no shared embedding: one would be taken for
+    another.
     """
     module, ranks = source.module, source.ranks
     if ranks.pipeline is None:
         return set()
     own = {name: False for name, _ in [*module.named_modules(), *module.named_buffers(remove_duplicate=False)]}
     for name, param in module.named_parameters(remove_duplicate=False):
-        own[name] = not getattr(param, "shared_embedding", False)
+        own[name] = param.requires_grad and not getattr(param, "shared_embedding", False)
     stages = gather(own, [ranks.pipeline], ranks.failures, "the names of all stages").values()
     counts = Counter(name for names in stages for name, is_single in names.items() if is_single)
     if twice := [name for name, count in counts.items() if count > 1]:

@@ -397,7 +397,8 @@ def allow_storage_reads(address: int) -> None:
 
 @functools.cache
 def reads_no_values() -> frozenset[Any]:
-    """torch's functions over a parameter or a gradient that read no values, so that nothing waits."""
+    """torch's functions over a parameter or a gradient that read no values, so that nothing waits: methods of tensors,
+    and functions of torch of the same names."""
     properties = """
         shape dtype device layout ndim requires_grad grad grad_fn grad_dtype is_leaf retains_grad output_nr names
         itemsize nbytes name _base _version _backward_hooks _post_accumulate_grad_hooks _cdata
@@ -411,7 +412,7 @@ def reads_no_values() -> frozenset[Any]:
     """
     verbs = ("__get__", "__set__", "__delete__")
     # Names that this torch does not have stand for None.
-    found = [getattr(torch.Tensor, name, None) for name in methods.split()]
+    found = [getattr(place, name, None) for place in (torch.Tensor, torch) for name in methods.split()]
     found += [getattr(getattr(torch.Tensor, name, None), verb, None) for name in properties.split() for verb in verbs]
     return frozenset(found) - {None}
 

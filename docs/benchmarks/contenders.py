@@ -181,7 +181,7 @@ def dispatch_of(case):
 
 
 def delay_experts(model):
-    """Have experts leave their weight gradients to one queue, which backward drains while rows travel."""
+    """Have experts leave their weight gradients to one queue, of which backward computes a half while rows travel."""
     te_integration.convert_linears(model)
     queue = te_integration.WgradQueue(fill_waits=True)
     for module in model.modules():

@@ -3,10 +3,11 @@
     torchrun --nproc-per-node 2 docs/benchmarks/dispatch_layers.py
 
 A layer is Qwen3-30B-A3B's: T tokens of width D in bf16, each to 8 of 128 experts of width F, spread over the ranks,
-without gradients, as one CUDA graph. "Stay" is the same layer over a transport that moves nothing: rows have their
-place already. "Exchanges" are dispatch and combine alone, one after the other. So
+without gradients, as one CUDA graph. "Stay" is the same layer in one piece, a shared expert after the rest, over
+a transport that moves nothing: rows have their place already. "Exchanges" are dispatch and combine alone, one after the
+other, less what they take where rows stay. So
 
-    exposed = (layer - the one layer whose rows stay) / exchanges
+    exposed = (layer - the layer whose rows stay) / exchanges
 
 one piece           the layer as it is
 shared expert       a feed-forward of all tokens, F wide, runs while rows travel to the experts

@@ -284,8 +284,7 @@ def _named(names: str) -> set[Any]:
 
 _ALLOWED_IN_FUNCTION = reads_no_values() | _named(
     """
-    is_shared is_pinned is_set_to __format__ new_tensor is_floating_point is_complex is_signed is_inference is_same_size
-    is_conj is_neg numel get_device result_type _has_compatible_shallow_copy_type
+    is_shared is_pinned is_set_to __format__ new_tensor result_type _has_compatible_shallow_copy_type
     empty_like zeros_like ones_like full_like rand_like randn_like randint_like
     """
 )

@@ -23,7 +23,7 @@ from ....kernels import permute_rows, unpermute_rows
 from ....kernels.quantized import QuantSpec
 from ...dense.compiled_wgrad import run_outside_graph
 from ...recipes import recipe_now
-from ...wgrad_queue import Filling, WgradQueue, fill_wait, filling
+from ...wgrad_queue import Filling, WgradQueue, filling
 from ..moe_permutation import RowIdMap, moe_permute, moe_permute_with_probs, moe_unpermute
 from .all_to_all import AllToAll
 from .capacity import Capacity
@@ -58,7 +58,7 @@ class _Way(NamedTuple):
     @property
     def in_backward(self) -> Meanwhile:
         """What backward does while rows travel."""
-        return None if self.waiting is None else partial(fill_wait, self.waiting)
+        return self.waiting
 
 
 class Dispatched(NamedTuple):

@@ -23,12 +23,17 @@ LAYERS = 5
 
 
 class Layers(nn.Module):
-    """Layers [start, end) of a model; the first one is an embedding, which the last one multiplies by too."""
+    """Layers [start, end) of a model; the first one is an embedding, which the last one multiplies by too.
+
+    ``place`` and ``scale`` are of the outermost module, which all stages have.
+    """
 
     def __init__(self, start: int = 0, end: int = LAYERS, seed: int = 0) -> None:
         super().__init__()
         torch.manual_seed(seed)
         self.start, self.end = start, end
+        if start == 0:
+            self.place = nn.Parameter(torch.randn(6))
         self.layers = nn.ModuleDict()
         for index in range(start, end):
             layer = nn.Linear(6, 6)
@@ -39,11 +44,12 @@ class Layers(nn.Module):
             self.word = nn.Embedding(3, 6)
             self.word.weight.shared_embedding = end - start < LAYERS
         if end == LAYERS:
+            self.register_buffer("scale", torch.full((), float(seed)))
             self.head = nn.Linear(6, 3, bias=False)
             self.head.weight = self.word.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.word(x) if self.start == 0 else x
+        x = self.word(x) + self.place if self.start == 0 else x
         for layer in self.layers.values():
             x = layer(x).tanh()
         return (self.head(x) if self.end == LAYERS else x).square().mean()
@@ -105,7 +111,7 @@ def test_any_number_of_stages_goes_on(
     assert after.extra == saved
     assert list(found) == list(expected)
     assert all(torch.equal(found[name], expected[name]) for name in found)
-    assert found["layers.4.seen"] == 14  # a buffer of the last stage
+    assert found["layers.4.seen"] == 14 and found["scale"] == 1  # buffers of the last stage
     shapes = [{name: (each.shape, each.state, each.group) for name, each in m.tensors.items()} for m in (before, after)]
     assert shapes[0] == shapes[1]
     assert ("exp_avg" in before.tensors["layers.3.weight"].state) is with_optimizer
@@ -185,3 +191,13 @@ def test_a_forgotten_pipeline_is_noticed(tmp_path: Path, names: list[str]) -> No
     """Each stage would replace the other's checkpoint."""
     with pytest.raises(Exception, match=r"rank . saves to .* and one would replace the other: .* pipeline_group"):
         simulate(lambda: of_two_stages(save_checkpoint, tmp_path / "saved", names, 1, whole=False), 2)
+
+
+def save_copies(path: Path) -> None:
+    save_checkpoint(path, nn.Linear(2, 2).requires_grad_(False), pipeline_group=dist.group.WORLD)
+
+
+def test_what_is_frozen_may_be_a_copy(tmp_path: Path) -> None:
+    """As a table that all stages have."""
+    simulate(save_copies, 2, tmp_path / "saved")
+    assert (tmp_path / "saved").exists()

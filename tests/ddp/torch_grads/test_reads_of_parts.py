@@ -97,6 +97,9 @@ def ask(tensor: Any) -> None:
     for name in METHODS.split():
         if hasattr(Tensor, name):
             getattr(tensor, name)()
+    for function in (torch.numel, torch.is_floating_point, torch.is_conj, torch.get_device):
+        assert function(tensor) == getattr(tensor, function.__name__)()
+    assert torch.is_same_size(tensor, tensor) and not torch.is_same_size(tensor, tensor.new_ones(2))
     assert tensor.is_same_size(tensor) and not tensor.is_same_size(tensor.new_ones(2))
     for made in (tensor.new_empty(2), tensor.new_empty_strided((2,), (1,)), tensor.new_zeros(2), tensor.new_ones(2)):
         assert made.shape == (2,) and made.dtype is tensor.dtype and not hasattr(made, "reduced")

@@ -187,8 +187,8 @@ FAULTS = [
             Change(
                 "maingrad.te_integration.wgrad_queue",
                 "filling",
-                "None if queue is None or not queue.fill_waits else weakref.ref(queue)",
-                "None if queue is None else weakref.ref(queue)",
+                "None if queue is None or not queue.fill_waits else queue.fill",
+                "None if queue is None else queue.fill",
             )
         ],
     ),

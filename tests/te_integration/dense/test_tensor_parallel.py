@@ -102,9 +102,12 @@ def errors_of(how: str, sequence_parallel: bool, dtype: torch.dtype = torch.floa
         assert len(convert_linears(model).converted) == 5
     if how == "compiled":
         model.compile(backend="aot_eager", fullgraph=True)
+    if how == "filled, compiled":  # the graph breaks at each layer, and torch compiles what it can behind it
+        for layer in model:
+            layer.compile(backend="eager")
     config = DistributedDataParallelConfig(overlap_grad_reduce=True, use_distributed_optimizer=how == "zero1")
     wrapped = DistributedDataParallel(model, config, process_group=replicas, tensor_parallel_group=group)
-    whole, errors, queue = layers(dtype=dtype), {}, WgradQueue(fill_waits=how == "filled")
+    whole, errors, queue = layers(dtype=dtype), {}, WgradQueue(fill_waits="filled" in how)
     run: Callable[[Tensor], Tensor] = wrapped
     if how in ("recomputed", "nested"):
         run = partial(checkpoint, wrapped, use_reentrant=how == "nested")
@@ -117,7 +120,7 @@ def errors_of(how: str, sequence_parallel: bool, dtype: torch.dtype = torch.floa
             if replica != replicas.rank():
                 continue
             mine = part(x.detach(), sequence_parallel, group).clone().requires_grad_()
-            with delayed_wgrad(queue) if how in ("delayed", "filled") else nullcontext():
+            with delayed_wgrad(queue) if how in ("delayed", "filled", "filled, compiled") else nullcontext():
                 output = run(mine)
             with wrapped.no_sync() if number == 0 else nullcontext():
                 (output * part(of_output, sequence_parallel, group)).sum().backward()
@@ -138,6 +141,7 @@ WAYS = [
     "converted",
     "delayed",
     "filled",
+    "filled, compiled",
     "recomputed",
     "nested",
     "compiled",
