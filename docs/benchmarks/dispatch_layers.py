@@ -122,16 +122,15 @@ class Layer:
 
 def bench_layers(bench, ranks):
     """A measurement for each form; the slowest rank's times."""
-    assert dist.group.WORLD is not None, "ranks communicate"
+    group = dist.group.WORLD
+    assert group is not None, "ranks communicate"
     layer, rows = Layer(bench, ranks.device), bench.num_tokens * bench.top_k
 
     def over(transport):
-        return TokenDispatcher(bench.num_experts, dist.group.WORLD, transport)
+        return TokenDispatcher(bench.num_experts, group, transport)
 
     def exchange(count):
-        return SymmetricExchange(
-            bench.num_experts, dist.group.WORLD, max_rows=count, capacity_factor=bench.capacity_factor
-        )
+        return SymmetricExchange(bench.num_experts, group, max_rows=count, capacity_factor=bench.capacity_factor)
 
     whole, half, stays = over(exchange(rows)), over(exchange(rows // 2)), over(Stay(bench, rows, ranks.device))
     calls = {
