@@ -14,7 +14,14 @@ from torch import Tensor
 from ..torch_internals import checkpointed_region
 from .main_grad import is_foreign
 
-__all__ = ["check_delayable", "current_checkpoint", "delay_blocks", "delaying_into", "queue_of_block"]
+__all__ = [
+    "check_delayable",
+    "check_recompute_delays",
+    "current_checkpoint",
+    "delay_blocks",
+    "delaying_into",
+    "queue_of_block",
+]
 
 
 class _DelayBlocks(threading.local):
@@ -90,6 +97,20 @@ def current_checkpoint() -> tuple[Any, bool] | None:
             f"recompute could not be told to delay weight gradients alike: use delay_wgrad_compute=True or "
             f"fuse_wgrad_accumulation=True of each module inside, or use_reentrant=True, with delayed_wgrad"
         ) from None
+
+
+def check_recompute_delays(owner: str) -> None:
+    """Raise ``RuntimeError`` in compiled code that a ``delayed_wgrad`` block around a checkpointed region has broken.
+
+    The region's recompute runs outside of the block, and its graph would not be broken: it would save other tensors.
+    """
+    checkpoint = current_checkpoint()
+    if checkpoint is not None and checkpoint[0] is not delay_blocks.region:
+        raise RuntimeError(
+            f"{owner}: a compiled layer under delayed_wgrad(queue) in a checkpointed region (use_reentrant=False), "
+            f"whose recompute would save other tensors: build the layer with delay_wgrad_compute=True, or enter the "
+            f"block inside the region, or do not compile the layer"
+        )
 
 
 def check_delayable(weights: Iterable[Tensor], owner: str) -> None:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...ddp.contract.delay_blocks import check_recompute_delays
 from ...kernels.operators import define_operator
 from ...kernels.quantized import quantized_like
 from ..recipes import recipe_of
@@ -55,8 +56,17 @@ class _OutsideGraph(NamedTuple):
     def multiply(self, input: Tensor, weights: Sequence[Tensor], bias: Tensor | None) -> Tensor:
         """See ``LinearModule.multiply``."""
         arguments = input, weights, bias, self.queue, self.product, self.only_save
-        output: Tensor = run_outside_graph(LinearModule.multiply, self.module, *arguments)
+        output: Tensor = run_outside_graph(_multiply, self.module, *arguments)
         return output
+
+
+def _multiply(
+    module: LinearModule, input: Tensor, weights: Sequence[Tensor], bias: Tensor | None, queue: Any, *rest: Any
+) -> Tensor:
+    """``LinearModule.multiply`` behind a graph break, for subclasses that override it too."""
+    if queue is not module.wgrad_queue:
+        check_recompute_delays(module.describe())
+    return LinearModule.multiply(module, input, weights, bias, queue, *rest)
 
 
 def _execution(

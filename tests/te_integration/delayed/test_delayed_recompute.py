@@ -164,3 +164,18 @@ def test_offload_inside_the_region() -> None:
     y.square().sum().backward()
     queue.drain()
     check_like_plain(model, x, plain)
+
+
+@pytest.mark.parametrize("kind", ["linear", "split", "normalized", "mlp"])
+def test_compiled_layers_whose_recompute_would_differ_are_refused(kind: str) -> None:
+    """The graph breaks for the block's queue, and would not in the recompute, outside of the block."""
+    model, queue = make(kind), WgradQueue()
+    model[0].compile(backend="eager")
+    with delayed_wgrad(queue), pytest.raises(RuntimeError, match="compiled layer under delayed_wgrad"):
+        recomputed(model, input_of((WIDTH, WIDTH)))
+    assert len(queue) == 0
+    with delayed_wgrad(queue):
+        loss = model(input_of((WIDTH, WIDTH))).square().sum()
+    loss.backward()
+    assert len(queue) > 0
+    queue.drain()
