@@ -263,4 +263,32 @@ FAULTS = [
             ),
         ],
     ),
+    Fault(
+        "77u-a-wait-empties-the-queue",
+        sentence="The second exchange of a layer computes all that waits, and the first one of the layer before has nothing.",
+        tests=[TESTS + "test_transports.py::test_weight_gradients_and_a_shared_expert_run_while_rows_travel"],
+        changes=[
+            Change(
+                "maingrad.te_integration.wgrad_queue",
+                "WgradQueue.drain_half",
+                "entries[: -(-len(entries) // 2)]",
+                "entries",
+            ),
+        ],
+    ),
+    Fault(
+        "77v-each-block-fills-its-own-waits-alone",
+        sentence="Blocks have a queue each: the first exchange of a block never has another's weight gradients beside it.",
+        tests=[
+            "tests/launch/model/test_moe.py::test_delayed_weight_gradients_of_experts_are_computed_while_rows_travel"
+        ],
+        changes=[
+            Change(
+                "maingrad.launch.model.moe",
+                "MixtureOfExperts.share_experts",
+                "self.experts.wgrad_queue = queue",
+                "self.experts.wgrad_queue.fill_waits = True",
+            ),
+        ],
+    ),
 ]
