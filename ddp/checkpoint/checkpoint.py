@@ -77,7 +77,7 @@ def save_checkpoint(
             "give the wrapper those ranks as tensor_parallel_group",
         )
     target, save_id, sets = _check_same_call(path, optimizer, source, "save_checkpoint")
-    _names_elsewhere(source)
+    _names_elsewhere(source)  # raises where two stages have a parameter of one name
 
     with Staging(target) as staging:
         mine, writers, notes = _list_saved(source, optimizer, sets, f"the preparation of checkpoint '{target}'")

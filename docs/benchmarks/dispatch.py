@@ -189,8 +189,8 @@ def measure(bench, name, way, rows, routing, device):
     for direction, call in calls.items():
         steps[direction, "eager"] = bench.num_steps, partial(_one_of, call)
         if way.captured:
-            graph, _ = captured(partial(_repeated, call, bench.num_steps))
-            steps[direction, "graph"] = 1, partial(_replay, graph)
+            graph, _ = captured(partial(repeated, call, bench.num_steps))
+            steps[direction, "graph"] = 1, partial(replay, graph)
     for _, step in steps.values():
         for _ in range(bench.num_warmup_steps):
             step()
@@ -209,12 +209,12 @@ def _one_of(call):
     return call().view(-1)[:1]
 
 
-def _repeated(call, count):
+def repeated(call, count):
     for _ in range(count):
         call()
 
 
-def _replay(graph):
+def replay(graph):
     graph.replay()
     return torch.zeros(())
 

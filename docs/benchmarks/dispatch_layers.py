@@ -21,7 +21,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from dispatch import captured
+from dispatch import captured, repeated, replay
 from harness import StepOptions, log, run_script, synchronize, take_turns, time_steps, versions
 from ranks import Ranks
 from tables import Measurement, shown, table, write_table
@@ -143,12 +143,12 @@ def bench_layers(bench, ranks):
         "two halves": partial(layer.in_two_halves, half),
     }
     with torch.no_grad():
-        graphs = {name: captured(lambda call=call: _repeated(call, bench.num_steps))[0] for name, call in calls.items()}
+        graphs = {name: captured(lambda call=call: repeated(call, bench.num_steps))[0] for name, call in calls.items()}
 
     def one_round(name):
         synchronize(ranks.device)
         dist.barrier()
-        return time_steps(lambda: _replayed(graphs[name]), 1, ranks.device)[0] / bench.num_steps
+        return time_steps(lambda: replay(graphs[name]), 1, ranks.device)[0] / bench.num_steps
 
     for name in graphs:
         one_round(name)
@@ -169,16 +169,6 @@ def bench_layers(bench, ranks):
         )
         for name in ("one piece", "shared expert", "two halves")
     ]
-
-
-def _repeated(call, count):
-    for _ in range(count):
-        call()
-
-
-def _replayed(graph):
-    graph.replay()
-    return torch.zeros(())
 
 
 COLUMNS = [

@@ -105,6 +105,9 @@ class Trainer:
         self.rows = settings.sequences_per_microbatch(runtime.data_ranks)
 
         self.recipe = load_recipe(config, runtime.device)
+        count = settings.num_microbatches
+        self.equal_weights = torch.full((count,), 1 / count, dtype=torch.float64, device=runtime.device)
+        """Weights of a step's microbatches where all targets count."""
         # Data: the same validation set on every rank.
         self.corpus = load_corpus(config.data, sequence_length=settings.sequence_length)
         self.sampler = Sampler(self.corpus.bodies, config.data, settings)
@@ -226,7 +229,7 @@ class Trainer:
         Gradients are averaged over the ranks with other tokens, so the share is multiplied by their number.
         """
         if self.config.data.documents == "join":  # all targets count
-            return [torch.ones(len(batches), dtype=torch.float64, device=self.runtime.device) / len(batches)]
+            return [self.equal_weights]
         shares = torch.stack([(each.targets >= 0).sum() for each in batches]).double()
         weights = shares * (self.runtime.loss_ranks / max(1, self.sampler.counted(step)))
         positions = [each.positions for each in batches if each.positions is not None]

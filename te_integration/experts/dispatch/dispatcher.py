@@ -30,7 +30,7 @@ from .capacity import Capacity
 from .compiled_dispatch import Place, send_back_in_graph, send_in_graph
 from .quantized_rows import RowSpecs, send_rows
 from .symmetric import SymmetricExchange
-from .transport import Meanwhile, TokenTransport
+from .transport import TokenTransport
 
 __all__ = ["Dispatched", "TokenDispatcher"]
 
@@ -52,13 +52,9 @@ class _Way(NamedTuple):
     sent: Any
     """The transport's own."""
     waiting: Filling
+    """What backward does while rows travel."""
     of_grad: QuantSpec | None
     """How gradients of rows are quantised on their way to experts."""
-
-    @property
-    def in_backward(self) -> Meanwhile:
-        """What backward does while rows travel."""
-        return self.waiting
 
 
 class Dispatched(NamedTuple):
@@ -240,13 +236,13 @@ class TokenDispatcher:
     # The gradient of each direction is the other one.
 
     def _back(self, way: _Way, grads: list[Tensor]) -> list[Tensor]:
-        back: list[Tensor] = self.transport.send_back(grads, way.sent, way.in_backward)
+        back: list[Tensor] = self.transport.send_back(grads, way.sent, way.waiting)
         return back
 
     def _again(self, way: _Way, places: Tensor | None, grads: list[Tensor]) -> list[Tensor]:
         if places is not None:
             grads = [permute_rows(grads[0], places)]
-        return send_rows(self.transport, way.of_grad, grads, way.counts, way.sent, way.in_backward)[0]
+        return send_rows(self.transport, way.of_grad, grads, way.counts, way.sent, way.waiting)[0]
 
 
 def _weighted_sum(copies: Tensor, sorting: RowIdMap, probs: Tensor) -> Tensor:
