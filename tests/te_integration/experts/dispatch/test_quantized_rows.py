@@ -5,6 +5,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from gloo import run_ranks
+from sharded_on_gpus import nccl
 from torch import Tensor
 
 from maingrad.launch import simulate
@@ -23,7 +25,7 @@ TOKENS = [9, 0]
 """Of each rank."""
 
 
-def run(recipe: Any, options: dict[str, Any], routing: str = "any") -> list[Tensor]:
+def run(recipe: Any, options: dict[str, Any], routing: str = "any", device: str = "cpu") -> list[Tensor]:
     """The output, gradients of tokens and probabilities, and those of the experts' weights."""
     rank = dist.get_rank()
     torch.manual_seed(rank)
@@ -33,12 +35,16 @@ def run(recipe: Any, options: dict[str, Any], routing: str = "any") -> list[Tens
     if routing == "low":
         ids = ids % 2
     probs = torch.rand(TOKENS[rank], 2, requires_grad=True)
-    dispatcher = TokenDispatcher(EXPERTS, **options)
+    weights = torch.randn(x.shape, generator=torch.Generator().manual_seed(rank))
+    if device != "cpu":
+        experts, ids, weights = experts.to(device), ids.to(device), weights.to(device)
+        x, probs = (each.detach().to(device).requires_grad_() for each in (x, probs))
+    dispatcher = TokenDispatcher(EXPERTS, nccl() if device != "cpu" else None, **options)
     with autocast(recipe=recipe):
         rows, splits, row_probs, dispatched = dispatcher.dispatch(x, ids, probs)
         y = dispatcher.combine(experts(rows, splits, row_probs), dispatched)
-    (y * torch.randn(y.shape, generator=torch.Generator().manual_seed(rank))).sum().backward()
-    return [y.detach(), x.grad, probs.grad, *(param.grad for param in experts.parameters())]
+    (y * weights).sum().backward()
+    return [each.detach().cpu() for each in (y, x.grad, probs.grad, *(param.grad for param in experts.parameters()))]
 
 
 @pytest.mark.parametrize("recipe", [Float8BlockScaling(), MXFP8BlockScaling()])
@@ -64,3 +70,14 @@ def test_under_other_recipes_rows_travel_as_they_are(recipe: Any) -> None:
     wide, asked = (simulate(run, 2, recipe, options) for options in ({}, {"quantize_rows": True}))
     for expected, found in zip(wide, asked, strict=True):
         assert torch.equal(found[0], expected[0])
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("options", [{}, {"transport": "capacity", "capacity": 9}, {"transport": "symmetric"}], ids=str)
+def test_products_over_nccl_have_the_same_bits(options: dict[str, Any]) -> None:
+    wide, narrow = (
+        run_ranks(run, 2, Float8BlockScaling(), {**options, **more}, "any", "cuda")
+        for more in ({}, {"quantize_rows": True})
+    )
+    for expected, found in zip(wide, narrow, strict=True):
+        assert all(map(torch.equal, found[:3], expected[:3]))
