@@ -1,4 +1,4 @@
-"""``maingrad train`` over two GPUs: the stages of a pipeline, and experts whose rows GPUs copy, train what one GPU trains."""
+"""``maingrad train`` over two GPUs: slices, parts of sequences, stages and experts train what one GPU trains."""
 
 from pathlib import Path
 
@@ -39,6 +39,23 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 def test_stages(tmp_path: Path, plain: list[float], parallel: str, schedule: str) -> None:
     options = ("--parallel", parallel, "--mesh.pp", "2", "--mesh.pp_schedule", schedule)
     assert numbers("stdlib.toml", tmp_path, 2, *options) == pytest.approx(plain, rel=1e-4)
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize(
+    ("parallel", "mesh"),
+    [
+        ("zero1", {"mesh.tp": "2", "mesh.sequence_parallel": "True", "model.fused_loss": "True"}),
+        ("fsdp", {"mesh.tp": "2"}),
+        ("zero1", {"mesh.cp": "2"}),
+    ],
+)
+def test_slices_and_parts_of_sequences(tmp_path: Path, parallel: str, mesh: dict[str, str]) -> None:
+    options = [word for name, value in mesh.items() for word in (f"--{name}", value)]
+    heads = ["--model.num_heads", "4", "--model.num_kv_heads", "2"]
+    plain = numbers("stdlib.toml", tmp_path / "plain", 1, *heads)
+    found = numbers("stdlib.toml", tmp_path / "cut", 2, "--parallel", parallel, *heads, *options)
+    assert found == pytest.approx(plain, rel=1e-4)
 
 
 @pytest.mark.gpu(2)

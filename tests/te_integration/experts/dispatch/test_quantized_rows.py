@@ -28,6 +28,7 @@ TOKENS = [9, 0]
 def run(recipe: Any, options: dict[str, Any], routing: str = "any", device: str = "cpu") -> list[Tensor]:
     """The output, gradients of tokens and probabilities, and those of the experts' weights."""
     rank = dist.get_rank()
+    group = nccl() if device == "cuda" else None
     torch.manual_seed(rank)
     experts = GroupedMLP(EXPERTS // 2, DIM, 32, bias=False, dtype=torch.bfloat16)
     x = (torch.randn(TOKENS[rank], DIM) * torch.logspace(-3, 3, DIM)).bfloat16().requires_grad_()
@@ -39,7 +40,7 @@ def run(recipe: Any, options: dict[str, Any], routing: str = "any", device: str 
     if device != "cpu":
         experts, ids, weights = experts.to(device), ids.to(device), weights.to(device)
         x, probs = (each.detach().to(device).requires_grad_() for each in (x, probs))
-    dispatcher = TokenDispatcher(EXPERTS, nccl() if device != "cpu" else None, **options)
+    dispatcher = TokenDispatcher(EXPERTS, group, **options)
     with autocast(recipe=recipe):
         rows, splits, row_probs, dispatched = dispatcher.dispatch(x, ids, probs)
         y = dispatcher.combine(experts(rows, splits, row_probs), dispatched)
