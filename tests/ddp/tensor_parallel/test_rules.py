@@ -11,7 +11,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig
 from maingrad.ddp.plan.model_slice import model_slice_of
-from maingrad.ddp.plan.tensor_parallel.layouts import layouts_of
+from maingrad.ddp.plan.tensor_parallel.localize import layouts_of
 from maingrad.launch.simulation.simulate import SimulatedRankError, simulate
 from maingrad.te_integration import Linear, convert_linears
 
@@ -78,7 +78,6 @@ RULES = {
     "rows": (Shard(2), Shard(1), Replicate()),
     "sequence": (Shard(1), Replicate(), Replicate()),
     "batch": (Shard(0), Replicate(), Replicate()),
-    "copies": (Replicate(), Replicate(), Replicate()),
 }
 
 
@@ -95,6 +94,7 @@ OTHERS = {
     "rows of a whole input": (Replicate(), Shard(1), Replicate()),
     "a bias that is no part of the columns": (Replicate(), Shard(0), Replicate()),
     "copies of a part of the features": (Shard(2), Replicate(), Replicate()),
+    "copies": (Replicate(), Replicate(), Replicate()),
 }
 
 
