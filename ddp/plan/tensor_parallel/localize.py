@@ -3,7 +3,7 @@
 import itertools
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -90,12 +90,15 @@ def ranks_told(module: nn.Module, given: Ranks) -> dist.ProcessGroup | None:
 
     Ranks agree over these on what comes of the checks. None: nothing is cut.
     """
-    params = list(module.parameters())
-    meshes = [given, *(getattr(each, "device_mesh", None) for each in params)]
-    named = (each for each in meshes if isinstance(each, DeviceMesh) and each.ndim == 1 and each.get_coordinate())
-    slices = (found for each in params if (found := model_slice_of(each)) is not None)
-    groups = [given, *(mesh.get_group() for mesh in named), *(found.group for found in slices)]
-    return next((each for each in groups if isinstance(each, dist.ProcessGroup)), None)
+    params: Iterable[Any] = module.parameters()
+    for each in (given, *params):
+        found = model_slice_of(each)
+        told = getattr(each, "device_mesh", each) if found is None else found.group
+        if isinstance(told, DeviceMesh) and told.ndim == 1 and told.get_coordinate():
+            told = told.get_group()
+        if isinstance(told, dist.ProcessGroup):
+            return told
+    return None
 
 
 def localized_ranks(module: nn.Module, given: Ranks, ignored: Collection[int] = ()) -> RankGrid | None:
