@@ -6,13 +6,15 @@ x                    W [N, K]     y             dx                              
 Replicate            Shard(0)     Shard(last)   Partial: a sum over the ranks   slice
 Shard(last)          Shard(1)     Partial       Shard(last)                     slice
 Shard(another dim)   Replicate    as x          as x                            partial
+Replicate            Replicate    Replicate     Replicate                       partial
 ===================  ===========  ============  ==============================  ============
 
 Where torch's ``ColwiseParallel`` would make the DTensor x of a plain tensor, and sum its gradient behind the layer's
 backward, the layer takes the plain tensor, and sums under its own product for dW. Layers to which one parent gives
 one input (query, key and value; gate and up) share one sum.
 
-Everything else goes through torch's dispatch, and autograd delivers the weight gradient.
+In the last row each rank has all rows, and multiplies its part of them for dW. Everything else goes through torch's
+dispatch, and autograd delivers the weight gradient.
 """
 
 import functools
@@ -20,7 +22,9 @@ from types import MethodType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from ....kernels.compat import private_name
@@ -81,6 +85,8 @@ def multiply(module: Any, *args: Any, **kwargs: Any) -> Any:
         # The sum over the ranks has the bias once. A factor keeps it in each rank's graph, by a gradient of zeros.
         once = None if bias is None else bias * float(mesh.get_local_rank() == 0)
         y, out = module.multiply_slice(to_local(x, at), once), Partial()
+    elif cut == Replicate() and at == Replicate():
+        y, out = _multiply_part(module, to_local(x, at), mesh), at
     elif cut == Replicate() and isinstance(at, Shard) and at.dim != last:
         y, out = module.multiply_slice(to_local(x, at), bias), at
     else:
@@ -169,3 +175,12 @@ def _makes_copies(hook: Any) -> bool:
 
 def _unless_plain(hook: Any, module: nn.Module, inputs: Any) -> Any:
     return inputs if multiplies(module) and not isinstance(inputs[0], DTensor) else hook(module, inputs)
+
+
+def _multiply_part(module: Any, x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """The product of all rows, of which this rank's part alone reaches the weight's gradient."""
+    weight, bias, rank = module.weight.detach(), module.bias, mesh.get_local_rank()
+    rows = x.reshape(-1, x.shape[-1]).tensor_split(mesh.size())
+    y = [F.linear(each, weight, bias if bias is None else bias.detach()) for each in rows]
+    y[rank] = module.multiply_slice(rows[rank], bias)
+    return torch.cat(y).view(*x.shape[:-1], weight.shape[0])

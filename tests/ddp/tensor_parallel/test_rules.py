@@ -78,6 +78,7 @@ RULES = {
     "rows": (Shard(2), Shard(1), Replicate()),
     "sequence": (Shard(1), Replicate(), Replicate()),
     "batch": (Shard(0), Replicate(), Replicate()),
+    "copies": (Replicate(), Replicate(), Replicate()),
 }
 
 
@@ -94,7 +95,6 @@ OTHERS = {
     "rows of a whole input": (Replicate(), Shard(1), Replicate()),
     "a bias that is no part of the columns": (Replicate(), Shard(0), Replicate()),
     "copies of a part of the features": (Shard(2), Replicate(), Replicate()),
-    "copies": (Replicate(), Replicate(), Replicate()),
 }
 
 

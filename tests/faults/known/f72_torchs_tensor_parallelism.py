@@ -43,6 +43,19 @@ FAULTS = [
         ],
     ),
     Fault(
+        "72e-each-rank-multiplies-all-rows-of-a-copy",
+        sentence="A weight that all ranks have and an input that all have: each rank writes the whole gradient.",
+        tests=[RULES + "test_a_rule_writes_each_microbatch_into_main_grad"],
+        changes=[
+            Change(
+                ROOM + "products",
+                "multiply",
+                "_multiply_part(module, to_local(x, at), mesh)",
+                "module.multiply_slice(to_local(x, at), bias)",
+            )
+        ],
+    ),
+    Fault(
         "72f-packed-blocks-are-one-cut",
         sentence="A slice of gate and up in one weight is taken for neighbouring rows.",
         tests=[RULES + "test_a_slice_says_which_elements_of_the_whole_it_is"],
