@@ -76,7 +76,7 @@ class UnitParts(NamedTuple):
     """The device that the unit computes on."""
     tensor_ranks: RankGrid | None
     """The tensor-parallel ranks; None: nobody has said."""
-    groups: Mapping[str, int]
+    groups: Mapping[str, str]
     """Parameters that modules ask for: see ``find_groups``."""
     plans: Sequence[tuple[BucketLayout, bool]] = ()
     """Each bucket's layout, and whether its parameters are trained."""
@@ -339,10 +339,9 @@ def compare_units(parts: UnitParts, failures: FailureReporter) -> None:
     unit, dtypes = parts.name, {entry.name: entry.param.dtype for entry in parts.owned}
     slices = {entry.name: model_slice_of(entry.param) for entry in parts.owned}
     shapes = {slot.spec.name: str(list(slot.spec.shape)) for layout, _ in parts.plans for slot in layout.slots}
-    uneven = [f"{unit}'s '{name}' {shapes[name]}" for name, found in slices.items() if found and found.is_uneven]
     for name, found in slices.items():
-        if found is not None:
-            shapes[name] = f"{'slices' if found.is_uneven else shapes[name]} of {list(found.shape)}, {found.grad}"
+        if found is not None:  # tensor-parallel ranks may have other shapes
+            shapes[name] = f"slices {list(found.largest_shape)} of {list(found.shape)}, {found.grad}"
     model = [
         f"{unit}'s '{slot.spec.name}' {dtypes[slot.spec.name]} {shapes[slot.spec.name]}"
         f"{'' if trainable else ' frozen'}{' delayed' if slot.spec.delayed else ''}"
@@ -359,8 +358,6 @@ def compare_units(parts: UnitParts, failures: FailureReporter) -> None:
     tensor = None if parts.tensor_ranks is None else parts.tensor_ranks.inner
     everyone = parts.grid._replace(tensor=tensor)
     compare_between_ranks({"model": model, "call of fully_shard": said}, everyone.axes, failures)
-    if uneven:  # tensor-parallel ranks have other shapes
-        compare_between_ranks({"model": uneven}, parts.grid.axes, failures)
 
 
 def check_copies_of(parts: UnitParts, failures: FailureReporter) -> None:
