@@ -364,8 +364,8 @@ def check_copies_of(parts: UnitParts, failures: FailureReporter) -> None:
     """Raise ``ValueError`` on all ranks for parameters without the mark of a slice that tensor-parallel ranks have
     different values of, once data-parallel ranks have the same."""
     if parts.tensor_ranks is not None:
-        slices = [(entry.name, entry.param, model_slice_of(entry.param)) for entry in parts.owned]
-        copies = [(name, param) for name, param, found in slices if found is not None and found.dim is None]
+        slices = ((entry, model_slice_of(entry.param)) for entry in parts.owned)
+        copies = [(entry.name, entry.param) for entry, found in slices if found is not None and found.dim is None]
         check_copies(copies, parts.tensor_ranks, failures)
 
 

@@ -284,14 +284,15 @@ def _cut_over_ranks(
     """
     name = type(module).__name__
     ranks = 1 if group is None else group.size()
-    if group is None and size > 1:
-        raise ValueError(f"{name}(tp_size={size}) needs tp_group, the process group of the tensor-parallel ranks")
     if size not in (1, ranks):
-        raise ValueError(f"{name}: tp_size={size}, and tp_group has {ranks} ranks")
+        raise ValueError(f"{name}: tp_size={size}, and tp_group, of the tensor-parallel ranks, has {ranks} rank(s)")
     if not modes and (ranks > 1 or sequence_parallel):
         raise ValueError(f"{name}: tp_group and sequence_parallel say how a layer is cut that has a parallel_mode")
     if not modes or group is None or ranks == 1:
         return
+    if len(modes) == 1:  # the width inside of an MLP stays the whole layer's
+        cut_side = "out_features" if modes[0] == "column" else "in_features"
+        setattr(module, cut_side, getattr(module, cut_side) // ranks)
     cuts = {}
     for product, mode in enumerate(modes):
         for weight in module.weights_of(product):
