@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LAYOUTS",
+    "REPLACED",
     "can_localize",
     "is_one_slice",
     "layouts_of",
@@ -36,6 +37,9 @@ __all__ = [
 
 LAYOUTS = "_maingrad_layouts"
 """Attribute of modules: name of a parameter or buffer -> its ``Layout``. Copies of a module have it too."""
+
+REPLACED = "_maingrad_made_local"
+"""Attribute of DTensors: the local parameter that has their place."""
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
@@ -209,9 +213,7 @@ def _check(name: str, owner: nn.Module, tensor: "DTensor") -> None:
 
 def _local_of(tensor: "DTensor") -> Tensor:
     """The local tensor in the place of ``tensor``: one of all modules that share it, units of ``fully_shard`` too."""
-    from .optimizers import replaced_by, set_replaced
-
-    known = replaced_by(tensor)
+    known: Tensor | None = getattr(tensor, REPLACED, None)
     if known is not None:
         return known
     with torch.no_grad():
@@ -221,7 +223,7 @@ def _local_of(tensor: "DTensor") -> Tensor:
         for name, value in vars(tensor).items():
             if not name.startswith("_"):  # marks, such as Megatron-core's; the others are DTensor's own
                 setattr(local, name, value)
-    set_replaced(tensor, local)
+    setattr(tensor, REPLACED, local)
     return local
 
 
