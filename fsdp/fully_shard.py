@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..ddp.collectives.failure_report import FailureReporter, run_on_all_ranks
-from ..ddp.collectives.rank_grid import RankGrid, Ranks, make_grid
+from ..ddp.collectives.rank_grid import Ranks, in_two_dims, make_grid
 from ..ddp.collectives.reduction import Placements
 from ..ddp.config import with_names_meant
 from ..ddp.contract.module import record_shard
@@ -130,7 +130,7 @@ def fully_shard(
     tensor_ranks = ranks_told(module, tensor_parallel_group) if isinstance(module, nn.Module) else None
     parts = run_on_all_ranks(prepare, grid._replace(tensor=tensor_ranks).axes, failures, what)
     _make_alike(parts, failures, named=mesh is not None)
-    _take_over(parts, _in_two_dims(mesh, grid) if isinstance(mesh, DeviceMesh) else None)
+    _take_over(parts, in_two_dims(mesh) if isinstance(mesh, DeviceMesh) else None)
     return module
 
 
@@ -156,17 +156,6 @@ def _make_alike(parts: UnitParts, failures: FailureReporter, *, named: bool) -> 
         with failures.watch("the broadcast of parameters and buffers"):
             synchronize(parts.modules, parts.grid, parts.ignored)
         check_copies_of(parts, failures)
-
-
-def _in_two_dims(mesh: DeviceMesh, grid: RankGrid) -> DeviceMesh:
-    """The mesh of state dicts: of three dims (outer, inner, "cp") the last two are one, as in ``grid``."""
-    if mesh.ndim < 3:
-        return mesh
-    groups = [group for group in (grid.outer, grid.inner) if group is not None]
-    outer, *rest = mesh.mesh_dim_names or ()
-    return DeviceMesh.from_group(
-        groups, mesh.device_type, mesh=mesh.mesh.flatten(1), mesh_dim_names=(outer, "_".join(rest))
-    )
 
 
 def _take_over(parts: UnitParts, mesh: DeviceMesh | None) -> None:

@@ -76,7 +76,7 @@ class UnitParts(NamedTuple):
     """The device that the unit computes on."""
     tensor_ranks: RankGrid | None
     """The tensor-parallel ranks; None: nobody has said."""
-    groups: Mapping[str, int]
+    groups: Mapping[str, str]
     """Parameters that modules ask for: see ``find_groups``."""
     plans: Sequence[tuple[BucketLayout, bool]] = ()
     """Each bucket's layout, and whether its parameters are trained."""
@@ -339,10 +339,9 @@ def compare_units(parts: UnitParts, failures: FailureReporter) -> None:
     unit, dtypes = parts.name, {entry.name: entry.param.dtype for entry in parts.owned}
     slices = {entry.name: model_slice_of(entry.param) for entry in parts.owned}
     shapes = {slot.spec.name: str(list(slot.spec.shape)) for layout, _ in parts.plans for slot in layout.slots}
-    uneven = [f"{unit}'s '{name}' {shapes[name]}" for name, found in slices.items() if found and found.is_uneven]
     for name, found in slices.items():
-        if found is not None:
-            shapes[name] = f"{'slices' if found.is_uneven else shapes[name]} of {list(found.shape)}, {found.grad}"
+        if found is not None:  # tensor-parallel ranks may have other shapes
+            shapes[name] = f"slices {list(found.largest_shape)} of {list(found.shape)}, {found.grad}"
     model = [
         f"{unit}'s '{slot.spec.name}' {dtypes[slot.spec.name]} {shapes[slot.spec.name]}"
         f"{'' if trainable else ' frozen'}{' delayed' if slot.spec.delayed else ''}"
@@ -359,16 +358,14 @@ def compare_units(parts: UnitParts, failures: FailureReporter) -> None:
     tensor = None if parts.tensor_ranks is None else parts.tensor_ranks.inner
     everyone = parts.grid._replace(tensor=tensor)
     compare_between_ranks({"model": model, "call of fully_shard": said}, everyone.axes, failures)
-    if uneven:  # tensor-parallel ranks have other shapes
-        compare_between_ranks({"model": uneven}, parts.grid.axes, failures)
 
 
 def check_copies_of(parts: UnitParts, failures: FailureReporter) -> None:
     """Raise ``ValueError`` on all ranks for parameters without the mark of a slice that tensor-parallel ranks have
     different values of, once data-parallel ranks have the same."""
     if parts.tensor_ranks is not None:
-        slices = [(entry.name, entry.param, model_slice_of(entry.param)) for entry in parts.owned]
-        copies = [(name, param) for name, param, found in slices if found is not None and found.dim is None]
+        slices = ((entry, model_slice_of(entry.param)) for entry in parts.owned)
+        copies = [(entry.name, entry.param) for entry, found in slices if found is not None and found.dim is None]
         check_copies(copies, parts.tensor_ranks, failures)
 
 

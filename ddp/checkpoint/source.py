@@ -26,7 +26,6 @@ __all__ = [
     "Holding",
     "model_tensors",
     "slices_set_in",
-    "tensor_group_of",
 ]
 
 T = TypeVar("T")
@@ -100,29 +99,6 @@ def slices_set_in(module: nn.Module) -> Mapping[str, ModelSlice]:
     tensors: Iterable[tuple[str, Tensor]] = [*module.named_parameters(), *module.named_buffers()]
     found = ((name, model_slice_of(tensor)) for name, tensor in tensors)
     return {name: each for name, each in found if each is not None}
-
-
-def tensor_group_of(
-    module: nn.Module,
-    slices: Mapping[str, ModelSlice],
-    is_expert: Callable[[nn.Parameter], bool] = is_marked_expert,
-) -> dist.ProcessGroup | None:
-    """The ranks over which the parameters that are no experts' are cut or copied; None: this rank alone.
-
-    Raises ``ValueError`` where these are not the same ranks for all.
-    """
-    found: dict[tuple[int, ...], tuple[str, dist.ProcessGroup]] = {}
-    for name, param in module.named_parameters():
-        group = slices[name].group if name in slices and not is_expert(param) else None
-        if group is not None:
-            found.setdefault(tuple(dist.get_process_group_ranks(group)), (name, group))
-    if len(found) > 1:
-        (ranks, (name, _)), (others, (other, _)) = [*found.items()][:2]
-        raise ValueError(
-            f"parameter '{name}' is cut over ranks {[*ranks]}, and '{other}' over {[*others]}: a checkpoint knows one "
-            f"group of tensor-parallel ranks"
-        )
-    return next((group for _, group in found.values()), None)
 
 
 class ModelTensors(NamedTuple):

@@ -7,8 +7,9 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ..optimizer.distributed_optimizer import DistributedOptimizer
 from ..plan.model_slice import ModelSlice
+from ..plan.owned_params import find_tensor_ranks
 from ..wrapper.data_parallel import DistributedDataParallel
-from .source import CheckpointRanks, CheckpointSource, HeldSlice, Holding, model_tensors, slices_set_in, tensor_group_of
+from .source import CheckpointRanks, CheckpointSource, HeldSlice, Holding, model_tensors, slices_set_in
 
 __all__ = ["source_of"]
 
@@ -52,13 +53,14 @@ class WrapperSource:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = self.module = model
-        ranks = CheckpointRanks()
         if isinstance(model, DistributedDataParallel):
-            self.module = model.module
+            self.module, tensor = model.module, model.tensor_ranks
             grid, experts = model.grids["slice"], model.grids["expert"]
             ranks = CheckpointRanks(grid, model.failures, experts=None if experts is model.grids["dense"] else experts)
+        else:
+            ranks, tensor = CheckpointRanks(), find_tensor_ranks(model, None)
         self.slices: Mapping[str, ModelSlice] = {**slices_set_in(self.module), **getattr(model, "model_slices", {})}
-        self.ranks = ranks.with_tensor(tensor_group_of(self.module, self.slices))
+        self.ranks = ranks if tensor is None else ranks.with_tensor(tensor.inner)
 
     def hold(self, optimizer: object, *, saving: bool) -> Holding:
         """What this rank holds: the optimizer's slices; all elements of frozen parameters, and without an optimizer."""

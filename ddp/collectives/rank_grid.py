@@ -29,6 +29,7 @@ __all__ = [
     "group_or_default",
     "group_rank",
     "group_size",
+    "in_two_dims",
     "init_process_group",
     "make_grid",
     "make_grids",
@@ -55,8 +56,8 @@ class WorldOfOne:
 WORLD_OF_ONE: WorldOfOne = object.__new__(WorldOfOne)
 """This process alone, whatever other ranks there are. Accepted wherever a process group or a mesh is."""
 
-_JOINED = "_maingrad_joined"
-"""Attribute of meshes of three dims: the group of the last two."""
+_TWO_DIMS = "_maingrad_in_two_dims"
+"""Attribute of meshes of three dims: see ``in_two_dims``."""
 
 Ranks: TypeAlias = dist.ProcessGroup | DeviceMesh | WorldOfOne | None
 """Ranks as a user names them. None: the default group; without one, and without a launcher, a world of one."""
@@ -430,26 +431,35 @@ def _ranks_of(ranks: Ranks) -> list[int]:
 def _groups_of_mesh(
     mesh: DeviceMesh, num_instances: int, option: str
 ) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-    with_context = mesh.ndim == 3 and (mesh.mesh_dim_names or ("",))[-1] == "cp"
-    if mesh.ndim not in (1, 2) and not with_context:
+    mesh = in_two_dims(mesh)
+    if mesh.ndim not in (1, 2):
         raise ValueError(
             f"{option}: a data-parallel mesh is (inner) or (outer, inner); this one has {mesh.ndim} dims "
             f"{mesh.mesh_dim_names}: flatten those that share shards, as in mesh['shard', 'cp']._flatten('inner'), and "
             f"give the outer one beside it, mesh['replicate', 'inner']; or three dims, of which the last is called 'cp'"
         )
-    outer = mesh.get_group(0) if mesh.ndim > 1 else None
+    outer = mesh.get_group(0) if mesh.ndim == 2 else None
     if num_instances not in (1, group_size(outer)):
         raise ValueError(
             f"num_distributed_optimizer_instances is {num_instances}, and the mesh of {option} has "
             f"{group_size(outer)} instances: leave the option out, a mesh of two dims (outer, inner) says it"
         )
-    inner = mesh.get_group(mesh.ndim - 1)
-    if with_context:  # context-parallel ranks have other tokens of one batch, and share shards
-        joined = mesh.mesh[mesh.get_local_rank(0)].flatten().tolist()
-        if len(joined) > inner.size():  # kept: each unit of ``fully_shard`` is given the mesh
-            inner = getattr(mesh, _JOINED, None) or _group_of(joined, like=inner)
-            setattr(mesh, _JOINED, inner)
-    return inner, outer
+    return mesh.get_group(mesh.ndim - 1), outer
+
+
+def in_two_dims(mesh: DeviceMesh) -> DeviceMesh:
+    """A mesh (outer, inner, "cp") as one of two dims: context-parallel ranks have other tokens of one batch, and share
+    shards. Others as they are. Collective over the last two dims."""
+    if mesh.ndim != 3 or (mesh.mesh_dim_names or ("",))[-1] != "cp":
+        return mesh
+    found: DeviceMesh | None = getattr(mesh, _TWO_DIMS, None)  # kept: each unit of ``fully_shard`` is given the mesh
+    if found is None:
+        outer, *joined = mesh.mesh_dim_names or ()
+        inner = _group_of(mesh.mesh[mesh.get_local_rank(0)].flatten().tolist(), like=mesh.get_group(1))
+        groups, names = [mesh.get_group(0), inner], (outer, "_".join(joined))
+        found = DeviceMesh.from_group(groups, mesh.device_type, mesh=mesh.mesh.flatten(1), mesh_dim_names=names)
+        setattr(mesh, _TWO_DIMS, found)
+    return found
 
 
 def _cut(

@@ -11,14 +11,24 @@ A slice comes from a DTensor that became a local parameter (``set_model_slice``)
 parameter (``slice_of_marks``), which tell everything but the ranks.
 """
 
+from collections.abc import Iterable
 from typing import Literal, NamedTuple, TypeAlias
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from .cut import Box
 
-__all__ = ["GradOfSlice", "ModelSlice", "model_slice_of", "set_model_slice", "slice_of_marks"]
+__all__ = [
+    "GradOfSlice",
+    "ModelSlice",
+    "model_slice_of",
+    "set_model_slice",
+    "slice_of_blocks",
+    "slice_of_copy",
+    "slice_of_marks",
+]
 
 GradOfSlice: TypeAlias = Literal["slice", "dense", "mean", "partial", "expert"]
 """What a rank's gradient is before any reduction:
@@ -78,6 +88,40 @@ class ModelSlice(NamedTuple):
         """What this rank has of ``whole``, a tensor of ``shape``, box by box: concatenated, as the local parameter."""
         return [Box((0,) * whole.dim(), self.shape).view_of(box, whole) for box in self.boxes]
 
+    def part_of(self, whole: Tensor) -> Tensor:
+        """What the local parameter has of ``whole``, a tensor of ``shape``: a view of it, or joined boxes."""
+        views = self.views_of(whole)
+        return views[0] if self.dim is None else torch.cat(views, self.dim)
+
+
+def slice_of_copy(shape: tuple[int, ...], group: dist.ProcessGroup | None, grad: GradOfSlice) -> ModelSlice:
+    """The slice of a parameter of which each rank has all elements."""
+    return ModelSlice(shape, (Box((0,) * len(shape), shape),), None, group, grad)
+
+
+def slice_of_blocks(
+    shape: tuple[int, ...],
+    dim: int,
+    blocks: Iterable[int],
+    group: dist.ProcessGroup | None,
+    rank: int,
+    grad: GradOfSlice = "slice",
+) -> ModelSlice:
+    """The slice of a parameter whose ``blocks`` along ``dim`` are each cut over the ranks of ``group``.
+
+    blocks  their sizes, which make up that of ``dim``: uneven ones are cut as ``torch.chunk`` does
+    rank    this rank's place among the ranks
+    """
+    size, first, boxes = 1 if group is None else group.size(), 0, []
+    for block in blocks:
+        most = -(-block // size)
+        start, end = (min(block, place * most) for place in (rank, rank + 1))
+        offsets, sizes = [0] * len(shape), list(shape)
+        offsets[dim], sizes[dim] = first + start, end - start
+        boxes.append(Box(tuple(offsets), tuple(sizes)))
+        first += block
+    return ModelSlice(shape, tuple(boxes), dim, group, grad)
+
 
 def model_slice_of(param: Tensor) -> ModelSlice | None:
     """What ``set_model_slice`` has said of the parameter; None: nothing, or no Python object of it is left."""
@@ -103,21 +147,15 @@ def slice_of_marks(param: Tensor, group: dist.ProcessGroup | None) -> ModelSlice
 
     Raises ``ValueError`` for a local size that the stride does not divide.
     """
-    local, size, rank = tuple(param.shape), 1 if group is None else group.size(), 0 if group is None else group.rank()
+    local = tuple(param.shape)
     if not getattr(param, "tensor_model_parallel", False):
-        whole = Box((0,) * len(local), local)
         grad: GradOfSlice = "partial" if getattr(param, "sequence_parallel", False) else "dense"
         if getattr(param, "average_gradients_across_tp_domain", False):
             grad = "mean"
-        return ModelSlice(local, (whole,), None, group, grad)
+        return slice_of_copy(local, group, grad)
+    size, rank = (1, 0) if group is None else (group.size(), group.rank())
     dim, stride = max(0, getattr(param, "partition_dim", 0)), max(1, getattr(param, "partition_stride", 1))
     if local[dim] % stride:
         raise ValueError(f"partition_stride = {stride} does not divide the {local[dim]} rows of dim {dim}")
-    part = local[dim] // stride
-    shape = (*local[:dim], local[dim] * size, *local[dim + 1 :])
-    sizes = (*local[:dim], part, *local[dim + 1 :])
-    boxes = tuple(
-        Box(tuple((block * size + rank) * part if each == dim else 0 for each in range(len(local))), sizes)
-        for block in range(stride)
-    )
-    return ModelSlice(shape, boxes, dim, group, "slice")
+    whole = local[dim] * size
+    return slice_of_blocks((*local[:dim], whole, *local[dim + 1 :]), dim, [whole // stride] * stride, group, rank)

@@ -104,13 +104,12 @@ def find_tensor_ranks(module: nn.Module, given: Ranks) -> RankGrid | None:
         found = model_slice_of(param)
         if found is None or group_size(found.group) == 1 or is_marked_expert(param):
             continue
-        if ranks is None:
-            ranks = RankGrid(found.group, None, found.group)
-        if ranks.ranks != RankGrid(found.group, None, None).ranks:
+        own = RankGrid(found.group, None, found.group)
+        ranks = ranks or own
+        if own.ranks != ranks.ranks:
             raise ValueError(
-                f"parameter '{name}' is a slice over ranks {RankGrid(found.group, None, None).ranks}, and the "
-                f"tensor-parallel ranks are {ranks.ranks}: cut all parameters over one group, and pass it, or nothing, "
-                f"as tensor_parallel_group"
+                f"parameter '{name}' is a slice over ranks {own.ranks}, and the tensor-parallel ranks are "
+                f"{ranks.ranks}: cut all parameters over one group, and pass it, or nothing, as tensor_parallel_group"
             )
     if ranks is not None:
         _check_layers(module, ranks)

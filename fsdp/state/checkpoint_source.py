@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ...ddp.checkpoint.source import CheckpointRanks, HeldSlice, Holding, model_tensors, slices_set_in, tensor_group_of
+from ...ddp.checkpoint.source import CheckpointRanks, HeldSlice, Holding, model_tensors, slices_set_in
 from ...ddp.collectives.failure_report import FailureReporter, gather
 from ...ddp.optimizer.steps import MASTER
 from ...ddp.plan.model_slice import ModelSlice
@@ -164,7 +164,7 @@ def _ranks_of(
     """The ranks of a module's checkpoints. Found once and stored on the module: ranks compare their meshes."""
     if _RANKS not in module.__dict__:
         ranks = _find_ranks(params)
-        tensor = tensor_group_of(module, slices, partial(_is_experts, ranks))
+        tensor = next((each.group for each in slices.values() if each.grad != "expert"), None)
         module.__dict__[_RANKS] = ranks.with_tensor(tensor)
     return module.__dict__[_RANKS]  # type: ignore[no-any-return]
 

@@ -138,7 +138,7 @@ def to_shard(param: ShardedParameter, value: Tensor) -> Tensor:
             first = inside[info.grid.inner_rank].start
     found = info.cut_slice
     if found is not None and found.dim is not None and tuple(value.shape) == found.shape:
-        value = torch.cat(found.views_of(value), found.dim)
+        value = found.part_of(value)
     return value.reshape(-1)[info.start - first : info.end - first].view(local_shape(info))
 
 

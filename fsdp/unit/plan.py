@@ -113,7 +113,7 @@ class UnitOptions(NamedTuple):
     distributed_weights: bool
 
 
-_NO_GROUPS: Mapping[str, int] = {}
+_NO_GROUPS: Mapping[str, str] = {}
 MAX_ATOM_PADDING = 0.05
 """If atoms would pad a bucket by a larger part than this, the bucket is split by atoms."""
 SMALL_PART = 64
@@ -126,7 +126,7 @@ def plan_unit(
     degree: int,
     atoms: ShardAtoms = "element",
     bucket_size: int | None = None,
-    groups: Mapping[str, int] = _NO_GROUPS,
+    groups: Mapping[str, str] = _NO_GROUPS,
 ) -> Iterator[tuple[BucketLayout, bool]]:
     """The layout of each bucket, and whether its parameters are trained.
 
@@ -140,7 +140,7 @@ def plan_unit(
                  them has an atom larger than a block of 256 elements
     bucket_size  number of elements at which a bucket is closed. A small parameter still joins, and so does the rest if
                  it has less than half of ``bucket_size``. None: ``default_bucket_numel(degree)``
-    groups       by name, the parameters that modules ask for, with the number of the group that is gathered together
+    groups       by name, the parameters that modules ask for, with the name of the group that is gathered together
 
     Raises ``ValueError`` for a pattern that matches no parameter, and for an invalid atom or size.
     """

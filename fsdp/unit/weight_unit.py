@@ -35,8 +35,8 @@ __all__ = ["WeightBucket", "WeightUnit", "find_groups", "make_weight_units"]
 _NUMBERED, _ALONE = re.compile(r"weight\d+"), ("weight", "fc1_weight", "fc2_weight")
 
 
-def find_groups(modules: Iterable[nn.Module], owned: Iterable[OwnedParam]) -> dict[str, int]:
-    """By name, the parameters whose modules ask for them, each with the number of its group.
+def find_groups(modules: Iterable[nn.Module], owned: Iterable[OwnedParam]) -> dict[str, str]:
+    """By name, the parameters whose modules ask for them, each with the name of its group.
 
     A module asks if the source file of its class, or of one of its bases, has the protocol's dispatcher. ``weight0``,
     ``weight1``, ... of a module are one group; ``weight``, ``fc1_weight`` and ``fc2_weight`` are a group each.
@@ -44,14 +44,13 @@ def find_groups(modules: Iterable[nn.Module], owned: Iterable[OwnedParam]) -> di
     Raises ``ValueError`` for a weight that several modules register, and for one whose gradient is delayed.
     """
     asking = {id(module) for module in modules if _asks(type(module))}
-    numbers: dict[tuple[int, str], int] = {}
-    groups: dict[str, int] = {}
+    groups: dict[str, str] = {}
     for entry in owned:
         for owner, local in entry.owners:
-            if id(owner) in asking and (_NUMBERED.fullmatch(local) or local in _ALONE):
+            is_numbered = _NUMBERED.fullmatch(local)
+            if id(owner) in asking and (is_numbered or local in _ALONE):
                 _check(entry)
-                key = (id(owner), "" if _NUMBERED.fullmatch(local) else local)
-                groups[entry.name] = numbers.setdefault(key, len(numbers))
+                groups[entry.name] = entry.name.removesuffix(local) if is_numbered else entry.name
     return groups
 
 
@@ -174,7 +173,7 @@ class WeightUnit(Unit):
 
 
 def make_weight_units(
-    groups: Mapping[str, int],
+    groups: Mapping[str, str],
     buckets: Sequence[ShardedBucket],
     options: UnitOptions,
     grid: RankGrid,
@@ -182,12 +181,12 @@ def make_weight_units(
     inside: Sequence[nn.Module],
 ) -> list[WeightUnit]:
     """The groups of ``find_groups`` as units, of those ``buckets`` that have their parameters."""
-    mine: dict[int, list[ShardedBucket]] = {}
+    mine: dict[str, list[ShardedBucket]] = {}
     for bucket in buckets:
-        if (number := groups.get(bucket.pairs[0].name)) is not None:
-            mine.setdefault(number, []).append(bucket)
-    order = {name: place for place, name in enumerate(groups)}
+        if (group := groups.get(bucket.pairs[0].name)) is not None:
+            mine.setdefault(group, []).append(bucket)
+    order = [*groups]
     units = [WeightUnit(each, options, grid, device, inside) for each in mine.values()]
     for unit in units:  # buckets are in backward's order, and modules have their weights in that of registration
-        unit.pairs = tuple(sorted(unit.pairs, key=lambda pair: order[pair.name]))
+        unit.pairs = tuple(sorted(unit.pairs, key=lambda pair: order.index(pair.name)))
     return units

@@ -126,8 +126,8 @@ class MeshConfig(Table):
         for name in ("num_heads", "num_kv_heads", "ffn_dim"):
             remedy = f"must divide model.{name} = {getattr(model, name)}"
             self.require(getattr(model, name) % self.tp == 0, "tp", remedy)
-        remedy = f"must be at most model.vocab_size = {model.vocab_size}"
-        self.require(self.tp <= model.vocab_size, "tp", remedy)
+        remedy = f"leaves a rank without words of model.vocab_size = {model.vocab_size}"
+        self.require((self.tp - 1) * -(-model.vocab_size // self.tp) < model.vocab_size, "tp", remedy)
         remedy = (
             f"must divide model.num_heads / mesh.tp = {model.num_heads // self.tp}, for attention exchanges heads; "
             f'mesh.cp_attention = "ring" does not'

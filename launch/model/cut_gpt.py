@@ -19,15 +19,12 @@ Each parameter is a plain one, which knows its ``ModelSlice``.
 """
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any, Literal
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...ddp.plan.cut import Box
-from ...ddp.plan.model_slice import ModelSlice, set_model_slice
+from ...ddp.plan.model_slice import set_model_slice, slice_of_blocks, slice_of_copy
 from ...te_integration import LinearCrossEntropy
 from ...te_integration.dense.tensor_parallel import exchange_over_ranks, ranks_of
 from .feed_forward import FeedForward
@@ -66,9 +63,7 @@ def cut_gpt(model: GPT, group: dist.ProcessGroup, *, sequence_parallel: bool = F
             cut(module.gate_up, "column", [width, width])
             cut(module.down, "row", [width])
         elif isinstance(module, nn.RMSNorm) and sequence_parallel:
-            shape = tuple(module.weight.shape)
-            whole = ModelSlice(shape, (Box((0,), shape),), None, group, "partial")
-            set_model_slice(module.weight, whole)
+            set_model_slice(module.weight, slice_of_copy(tuple(module.weight.shape), group, "partial"))
     tied = model.head is not None and model.head.weight is words
     if model.head is not None:
         cut(model.head, "column", [model.vocab_size])
@@ -76,26 +71,14 @@ def cut_gpt(model: GPT, group: dist.ProcessGroup, *, sequence_parallel: bool = F
         model.embedding.weight = model.head.weight if tied else _cut(words, 0, [model.vocab_size], group)
         model.embedding.num_embeddings = len(model.embedding.weight)
         model.mark_shared_embedding()
-    model.tensor_ranks, model.first_word = ranks, part_of(model.vocab_size, rank, size)[0]
+    model.tensor_ranks, model.first_word = ranks, rank * -(-model.vocab_size // size)
     if isinstance(model.head, LinearCrossEntropy):
         model.head.first_class = model.first_word
 
 
-def part_of(count: int, rank: int, size: int) -> tuple[int, int]:
-    """Start and length of the ``rank``-th of ``size`` parts. Where they are uneven, the first ones have one more."""
-    each, more = divmod(count, size)
-    return rank * each + min(rank, more), each + (rank < more)
-
-
-def _cut(whole: Tensor, dim: int, parts: Sequence[int], group: dist.ProcessGroup) -> nn.Parameter:
-    """A rank's part of each of the ``parts`` of ``whole`` along ``dim``."""
-    boxes = []
-    for end, part in zip(accumulate(parts), parts, strict=True):
-        start, length = part_of(part, group.rank(), group.size())
-        offsets, sizes = [0] * whole.ndim, list(whole.shape)
-        offsets[dim], sizes[dim] = end - part + start, length
-        boxes.append(Box(tuple(offsets), tuple(sizes)))
-    held = ModelSlice(tuple(whole.shape), tuple(boxes), dim, group, "slice")
-    param = nn.Parameter(torch.cat(held.views_of(whole.detach()), dim))
+def _cut(whole: Tensor, dim: int, blocks: Sequence[int], group: dist.ProcessGroup) -> nn.Parameter:
+    """A rank's part of each of the ``blocks`` of ``whole`` along ``dim``."""
+    held = slice_of_blocks(tuple(whole.shape), dim, blocks, group, group.rank())
+    param = nn.Parameter(held.part_of(whole.detach()))
     set_model_slice(param, held)
     return param

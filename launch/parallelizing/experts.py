@@ -11,7 +11,6 @@ other modules with DTensors    (torchtitan's form) marks the parameters as exper
 Of n data-parallel ranks, ep hold all experts together, and n / ep hold the same ones.
 """
 
-import sys
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
@@ -22,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ...ddp.collectives.rank_grid import WORLD_OF_ONE, RankGrid, Ranks, make_grid
 from ...ddp.contract.module import DelayedWgradModule
-from ...ddp.plan.tensor_parallel.localize import can_localize, is_one_slice
+from ...ddp.plan.tensor_parallel.localize import LAYOUTS, can_localize, is_one_slice, layouts_of
 from ...ddp.torch_internals.distributed import new_group_of_members
 from ...te_integration.experts.dispatch.dispatcher import TokenDispatcher
 from ...te_integration.experts.hugging_face_experts import (
@@ -137,7 +136,7 @@ def keep_own(
 def _know_layout(owner: nn.Module, name: str, own: nn.Parameter, mesh: DeviceMesh, whole: Tensor) -> None:
     from torch.distributed.tensor import Shard  # takes seconds
 
-    from ...ddp.plan.tensor_parallel.layouts import LAYOUTS, Layout
+    from ...ddp.plan.tensor_parallel.layouts import Layout
     from ...ddp.plan.tensor_parallel.optimizers import set_slice_of
     from ...ddp.plan.tensor_parallel.state_dict import install_state_dict_hooks
 
@@ -149,16 +148,8 @@ def _know_layout(owner: nn.Module, name: str, own: nn.Parameter, mesh: DeviceMes
 
 def _whole_shape(owner: Any, name: str) -> tuple[int, ...]:
     """The shape of a parameter with all experts. A model that was shared out, and copied or unwrapped, has parts."""
-    layout = _layouts(owner).get(name)
+    layout = layouts_of(owner).get(name)
     return tuple(owner._parameters[name].shape if layout is None else layout.shape)
-
-
-def _layouts(owner: nn.Module) -> Mapping[str, Any]:
-    if "torch.distributed.tensor" not in sys.modules:
-        return {}
-    from ...ddp.plan.tensor_parallel.layouts import layouts_of
-
-    return layouts_of(owner)
 
 
 def _dispatch(
@@ -200,7 +191,7 @@ def _cut_already(model: nn.Module, ranks: Ranks) -> dict[nn.Module, DeviceMesh]:
             continue
         if own[0].device_mesh.size() > 1 and any(each.dim() == 3 for each in own):
             found[module] = own[0].device_mesh
-    parts = ((module, layout) for module in model.modules() for layout in _layouts(module).values())
+    parts = ((module, layout) for module in model.modules() for layout in layouts_of(module).values())
     found |= {module: layout.mesh for module, layout in parts if layout.of_experts}
     here = _ranks_here(ranks) if found else set()
     found = {module: mesh for module, mesh in found.items() if here.issuperset(mesh.mesh.tolist())}
@@ -217,7 +208,7 @@ def _check_not_cut_otherwise(model: nn.Module, ranks: Ranks) -> None:
     """Tensor-parallel ranks have the same tokens and experts: norms would count these once for each of the ranks."""
     here = _ranks_here(ranks)
     dtensors: Iterable[Any] = filter(is_one_slice, model.parameters())
-    layouts = (layout for module in model.modules() for layout in _layouts(module).values())
+    layouts = (layout for module in model.modules() for layout in layouts_of(module).values())
     for mesh in (each.device_mesh if is_one_slice(each) else each.mesh for each in (*dtensors, *layouts)):
         if not here.issuperset(mesh.mesh.tolist()):
             raise ValueError(

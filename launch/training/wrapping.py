@@ -19,12 +19,12 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 
 from ... import fsdp
 from ...ddp import DistributedDataParallel, GraphedTrainingStep, clip_grad_norm
 from ...ddp.collectives.failure_report import FailureReporter, gather
-from ...ddp.collectives.rank_grid import make_grid
+from ...ddp.collectives.rank_grid import Ranks, make_grid
 from ...ddp.contract.record import GradRecord
 from ...ddp.plan.model_slice import model_slice_of
 from ...ddp.plan.owned_params import find_owned_params
@@ -96,11 +96,7 @@ class Wrapped:
                 self._clip = partial(_clip_shards, self.model, limit, self.pipeline)
             holder: Any = root_of(self.model)
         else:
-            options: dict[str, Any] = {}
-            if runtime.loss_group is not None:
-                options["process_group"] = runtime.loss_group
-            if runtime.tensor_group is not None:
-                options["tensor_parallel_group"] = runtime.tensor_group
+            options: dict[str, Any] = {"process_group": runtime.loss_group}
             if config.model.tie_embeddings:
                 options["embedding_group"] = runtime.embedding_group
             if runtime.expert_mesh is not None:
@@ -211,12 +207,12 @@ def units_of(
 
 def _sharded(module: LanguageModel, config: Config, runtime: Runtime) -> FSDPModule:
     settings, device = config.fsdp, runtime.device
-    mesh: DeviceMesh | None = None  # all ranks there are
-    pp, outer, tp = runtime.mesh.pp, config.num_instances, runtime.mesh.tp
-    if pp * outer * tp > 1:
-        shape = (pp, outer, runtime.loss_ranks // outer, tp)
+    mesh: Ranks = runtime.loss_group
+    outer = config.num_instances
+    if outer > 1:
+        shape = (runtime.mesh.pp, outer, runtime.loss_ranks // outer, runtime.mesh.tp)
         made = init_device_mesh(device.type, shape, mesh_dim_names=("pp", "outer", "inner", "tp"))
-        mesh = made["outer", "inner"] if outer > 1 else made["inner"]
+        mesh = made["outer", "inner"]
     policies = dict(units_of(module, config.model, settings))
     options = {name: getattr(settings, name) for name in _OPTIONS} | {"device": device}
     if config.optimizer.state == "compact":  # shards have the dtype of the module, which is that of computation

@@ -228,7 +228,7 @@ def _in_whole(piece: Piece, held: ModelSlice | None) -> Piece:
     if held is None or held.dim is None:
         return piece
     places = torch.arange(math.prod(held.shape)).view(held.shape)
-    found = torch.cat(held.views_of(places), held.dim).reshape(-1)[piece.start : piece.start + len(piece.values)]
+    found = held.part_of(places).reshape(-1)[piece.start : piece.start + len(piece.values)]
     return Piece(piece.name, int(found[0]) if len(found) else 0, piece.values, found)
 
 

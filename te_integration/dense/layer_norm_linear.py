@@ -147,7 +147,6 @@ class LayerNormLinear(SplitLinear, NormalizingModule):
                 f"normalise them; it is 'column'"
             )
         modes = () if parallel_mode is None else (parallel_mode,)
-        self.out_features //= 1 if tp_group is None or not modes else tp_group.size()
         brought.cut_over_ranks(self, modes, tp_group, tp_size, sequence_parallel)
         self.set_wgrad_options(fuse=fuse_wgrad_accumulation, delay=delay_wgrad_compute, name=name)
 

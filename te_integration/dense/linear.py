@@ -307,10 +307,6 @@ class Linear(SplitLinear, nn.Linear):
         self.return_bias = return_bias
         self.save_original_input = save_original_input
         self.split_parameters(parameters_split)
-        if parallel_mode == "column":
-            self.out_features //= 1 if tp_group is None else tp_group.size()
-        elif parallel_mode == "row":
-            self.in_features //= 1 if tp_group is None else tp_group.size()
         modes = () if parallel_mode is None else (parallel_mode,)
         brought.cut_over_ranks(self, modes, tp_group, tp_size, sequence_parallel)
         self.set_wgrad_options(fuse=fuse_wgrad_accumulation, delay=delay_wgrad_compute, name=name)

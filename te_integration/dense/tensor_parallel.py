@@ -100,13 +100,13 @@ def multiply_over_ranks(
 
 def to_columns(input: Tensor, ranks: Ranks, waiting: Filling = None) -> Tensor:
     """The input of a column-parallel product, for an execution that does not exchange it itself."""
-    whole: Tensor = _ToColumns.apply(input, ranks, waiting)
+    whole: Tensor = _Exchange.apply(input, ranks, waiting, False)
     return whole
 
 
 def from_rows(output: Tensor, ranks: Ranks, waiting: Filling = None) -> Tensor:
     """The sum over the ranks of what a row-parallel product has computed."""
-    summed: Tensor = _FromRows.apply(output, ranks, waiting)
+    summed: Tensor = _Exchange.apply(output, ranks, waiting, True)
     return summed
 
 
@@ -166,38 +166,30 @@ class _Columns(torch.autograd.Function):
 watch_prehooks(_Columns)
 
 
-class _ToColumns(torch.autograd.Function):
-    """See ``to_columns``."""
+class _Exchange(torch.autograd.Function):
+    """The ranks' sum, and in backward the gather of its gradient; or the gather, and in backward the sum."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: Ranks, waiting: Filling) -> Tensor:
-        ctx.ranks, ctx.waiting = ranks, waiting
-        return x.view_as(x) if ranks.sequence_dim is None else ranks.finish_gather(ranks.start_gather(x))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        _refuse_second_derivatives("a column-parallel layer")
-        summing = ctx.ranks.start_sum(grads[0])
-        fill_wait(ctx.waiting)
-        return ctx.ranks.finish_sum(summing), None, None
-
-
-class _FromRows(torch.autograd.Function):
-    """See ``from_rows``."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, ranks: Ranks, waiting: Filling) -> Tensor:
-        ctx.ranks, ctx.waiting = ranks, waiting
-        summed: Tensor = ranks.finish_sum(ranks.start_sum(y))
-        return summed
+    def forward(ctx: Any, x: Tensor, ranks: Ranks, waiting: Filling, sums: bool) -> Tensor:
+        ctx.arguments = ranks, waiting, not sums
+        found = _exchanged(x, ranks, None, sums)
+        return x.view_as(x) if found is x else found
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        _refuse_second_derivatives("a row-parallel layer")
-        gathering = ctx.ranks.start_gather(grads[0])
-        if ctx.ranks.sequence_dim is not None:
-            fill_wait(ctx.waiting)
-        return ctx.ranks.finish_gather(gathering), None, None
+        _refuse_second_derivatives("a tensor-parallel layer")
+        return _exchanged(grads[0], *ctx.arguments), None, None, None
+
+
+def _exchanged(x: Tensor, ranks: Ranks, waiting: Filling, sums: bool) -> Tensor:
+    if sums:
+        started = ranks.start_sum(x)
+        fill_wait(waiting)
+        return ranks.finish_sum(started)
+    started = ranks.start_gather(x)
+    if ranks.sequence_dim is not None:
+        fill_wait(waiting)
+    return ranks.finish_gather(started)
 
 
 def _refuse_second_derivatives(owner: str) -> None:
@@ -292,14 +284,15 @@ def _cut_over_ranks(
     """
     name = type(module).__name__
     ranks = 1 if group is None else group.size()
-    if group is None and size > 1:
-        raise ValueError(f"{name}(tp_size={size}) needs tp_group, the process group of the tensor-parallel ranks")
     if size not in (1, ranks):
-        raise ValueError(f"{name}: tp_size={size}, and tp_group has {ranks} ranks")
+        raise ValueError(f"{name}: tp_size={size}, and tp_group, of the tensor-parallel ranks, has {ranks} rank(s)")
     if not modes and (ranks > 1 or sequence_parallel):
         raise ValueError(f"{name}: tp_group and sequence_parallel say how a layer is cut that has a parallel_mode")
     if not modes or group is None or ranks == 1:
         return
+    if len(modes) == 1:  # the width inside of an MLP stays the whole layer's
+        cut_side = "out_features" if modes[0] == "column" else "in_features"
+        setattr(module, cut_side, getattr(module, cut_side) // ranks)
     cuts = {}
     for product, mode in enumerate(modes):
         for weight in module.weights_of(product):

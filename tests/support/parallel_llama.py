@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from maingrad.ddp.plan.tensor_parallel.layouts import layouts_of
+from maingrad.ddp.plan.tensor_parallel.localize import layouts_of
 
 VOCABULARY = 64
 

@@ -12,7 +12,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from .hugging_face import AROUND, calls_inner_forward, replace_inner_forward
-from .layouts import layouts_of, waited
+from .layouts import waited
+from .localize import layouts_of
 from .products import multiplies, multiply, take_plain_inputs
 
 __all__ = ["run_own_forward", "show_in_forward"]

@@ -1,21 +1,16 @@
 """A local tensor as a part of the whole, and as a DTensor; and the gradient of a DTensor as a local one."""
 
 import inspect
-from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
-from ..cut import Box
-from ..model_slice import ModelSlice
+from ..model_slice import GradOfSlice, ModelSlice, slice_of_blocks, slice_of_copy
 
-__all__ = ["LAYOUTS", "Layout", "from_local", "layout_of", "layouts_of", "to_local", "waited"]
-
-LAYOUTS = "_maingrad_layouts"
-"""Attribute of modules: name of a parameter or buffer -> its ``Layout``. Copies of a module have it too."""
+__all__ = ["Layout", "from_local", "layout_of", "to_local", "waited"]
 
 _PLACES_GRADS = "grad_placements" in inspect.signature(DTensor.from_local).parameters
 
@@ -41,18 +36,12 @@ class Layout(NamedTuple):
         """What this rank has of the whole. Copies have partial gradients: see ``_Shown``."""
         shape, group = tuple(self.shape), self.mesh.get_group()
         if not self.is_cut:
-            return ModelSlice(shape, (Box((0,) * len(shape), shape),), None, group, "partial")
+            return slice_of_copy(shape, group, "partial")
         dim = self.placement.dim % len(shape)  # type: ignore[attr-defined]  # of Shard and _StridedShard
-        size, rank = self.mesh.size(), self.mesh.get_local_rank()
         # _StridedShard: the whole is blocks (gate and up), each of which is cut over the ranks.
-        blocks, boxes = getattr(self.placement, "split_factor", 1), []
-        for block in range(blocks):
-            first, end = _chunk(shape[dim], blocks, block)
-            start, stop = (first + place for place in _chunk(end - first, size, rank))
-            offsets, sizes = [0] * len(shape), list(shape)
-            offsets[dim], sizes[dim] = start, stop - start
-            boxes.append(Box(tuple(offsets), tuple(sizes)))
-        return ModelSlice(shape, tuple(boxes), dim, group, "expert" if self.of_experts else "slice")
+        blocks = torch.empty(shape[dim], device="meta").chunk(getattr(self.placement, "split_factor", 1))
+        grad: GradOfSlice = "expert" if self.of_experts else "slice"
+        return slice_of_blocks(shape, dim, map(len, blocks), group, self.mesh.get_local_rank(), grad)
 
     def dtensor(self, local: Tensor, **options: Any) -> DTensor:
         """``local`` as a DTensor that shares its memory. ``options``: of ``DTensor.from_local``."""
@@ -76,12 +65,6 @@ class Layout(NamedTuple):
             )
         return self.dtensor(local, **({} if self.is_cut else {"grad_placements": [Partial()]}))
 
-    def local_part(self, whole: Tensor) -> Tensor:
-        """This rank's elements of the whole tensor."""
-        held = self.model_slice()
-        parts = [whole[tuple(map(slice, box.offsets, box.ends))] for box in held.boxes]
-        return parts[0] if held.dim is None else torch.cat(parts, held.dim)
-
     def __deepcopy__(self, memo: Any) -> "Layout":
         return self  # process groups are not copied
 
@@ -90,18 +73,6 @@ def layout_of(tensor: DTensor) -> Layout:
     """The layout of a DTensor on a mesh of one dim."""
     of_experts = not getattr(tensor, "allreduce", True)
     return Layout(tensor.device_mesh, tensor.placements[0], tensor.shape, tensor.stride(), of_experts)
-
-
-def layouts_of(module: nn.Module) -> Mapping[str, Layout]:
-    """The layouts of the module's own local tensors; empty for a module that has none."""
-    found: Mapping[str, Layout] = module.__dict__.get(LAYOUTS, {})
-    return found
-
-
-def _chunk(size: int, count: int, index: int) -> Iterator[int]:
-    """First element, and place behind the last, of one of ``count`` parts, as ``torch.chunk`` cuts."""
-    full = -(-size // count)
-    return iter((min(size, index * full), min(size, (index + 1) * full)))
 
 
 def waited(local: Tensor) -> Tensor:
@@ -181,10 +152,8 @@ def to_local(tensor: DTensor, grad: Placement) -> Tensor:
 
 def from_local(local: Tensor, mesh: DeviceMesh, placement: Placement, shape: tuple[int, ...]) -> DTensor:
     """The DTensor of ``local``, of this shape in all. The gradient of a partial sum is the whole one on each rank."""
-    strides = [1]
-    for size in reversed(shape[1:]):
-        strides.insert(0, strides[0] * max(size, 1))
-    layout = Layout(mesh, placement, torch.Size(shape), tuple(strides[len(strides) - len(shape) :]))
+    stride = torch.empty(shape, device="meta").stride()
+    layout = Layout(mesh, placement, torch.Size(shape), stride)
     if torch.compiler.is_compiling():
         return layout.dtensor(local)
     return _FromLocal.apply(local, layout)  # type: ignore[no-any-return]

@@ -3,7 +3,7 @@
 import itertools
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -14,8 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ...collectives.rank_grid import RankGrid, Ranks
 from ...contract.module import FusedWgradModule
-from ..cut import Box
-from ..model_slice import ModelSlice, model_slice_of, set_model_slice
+from ..model_slice import model_slice_of, set_model_slice, slice_of_copy
 from ..owned_params import find_tensor_ranks
 from .hugging_face import drop_grad_hooks
 
@@ -24,7 +23,23 @@ if TYPE_CHECKING:
 
     from .layouts import Layout
 
-__all__ = ["can_localize", "is_one_slice", "localize", "localized_ranks", "ranks_told", "whole_while"]
+__all__ = [
+    "LAYOUTS",
+    "REPLACED",
+    "can_localize",
+    "is_one_slice",
+    "layouts_of",
+    "localize",
+    "localized_ranks",
+    "ranks_told",
+    "whole_while",
+]
+
+LAYOUTS = "_maingrad_layouts"
+"""Attribute of modules: name of a parameter or buffer -> its ``Layout``. Copies of a module have it too."""
+
+REPLACED = "_maingrad_made_local"
+"""Attribute of DTensors: the local parameter that has their place."""
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
@@ -45,7 +60,7 @@ def localize(module: _Module, ignored: Collection[int] = ()) -> _Module:
     if not can_localize(module):
         return module
     from .forwards import show_in_forward
-    from .layouts import LAYOUTS, layout_of, layouts_of
+    from .layouts import layout_of
     from .optimizers import set_slice_of
     from .products import share_inputs
     from .state_dict import install_state_dict_hooks
@@ -68,17 +83,26 @@ def localize(module: _Module, ignored: Collection[int] = ()) -> _Module:
     return module
 
 
+def layouts_of(module: nn.Module) -> "Mapping[str, Layout]":
+    """The layouts of the module's own local tensors; empty for a module that has none."""
+    found: Mapping[str, Layout] = module.__dict__.get(LAYOUTS, {})
+    return found
+
+
 def ranks_told(module: nn.Module, given: Ranks) -> dist.ProcessGroup | None:
     """The tensor-parallel ranks by the first that tells: ``given``, a DTensor or a slice. Nothing is checked.
 
     Ranks agree over these on what comes of the checks. None: nothing is cut.
     """
-    params = list(module.parameters())
-    meshes = [given, *(getattr(each, "device_mesh", None) for each in params)]
-    named = (each for each in meshes if isinstance(each, DeviceMesh) and each.ndim == 1 and each.get_coordinate())
-    slices = (found for each in params if (found := model_slice_of(each)) is not None)
-    groups = [given, *(mesh.get_group() for mesh in named), *(found.group for found in slices)]
-    return next((each for each in groups if isinstance(each, dist.ProcessGroup)), None)
+    params: Iterable[Any] = module.parameters()
+    for each in (given, *params):
+        found = model_slice_of(each)
+        told = getattr(each, "device_mesh", each) if found is None else found.group
+        if isinstance(told, DeviceMesh) and told.ndim == 1 and told.get_coordinate():
+            told = told.get_group()
+        if isinstance(told, dist.ProcessGroup):
+            return told
+    return None
 
 
 def localized_ranks(module: nn.Module, given: Ranks, ignored: Collection[int] = ()) -> RankGrid | None:
@@ -106,28 +130,24 @@ def is_one_slice(param: Tensor) -> bool:
 def whole_while(
     module: nn.Module, names: Collection[str], make: Callable[[Tensor, torch.Size], Tensor]
 ) -> Iterator[None]:
-    """While a module gets its initial values, its own local tensors are whole ones; then they get their parts of these.
+    """While a module gets its initial values, its own local parameters are whole; then they get their parts of these.
 
     So ranks with one random state have slices of one whole, as wide as a model that is not cut draws it.
 
     names  of tensors without values; others, and tensors that are not local ones, stay as they are
-    make   of a local tensor and a shape: the whole one
+    make   of a local parameter and a shape: the whole one
     """
-    local: list[tuple[dict[str, Any], str, Tensor, Layout]] = []
-    if "torch.distributed.tensor" in sys.modules:
-        from .layouts import layouts_of
-
-        tables: tuple[dict[str, Any], ...] = module._parameters, module._buffers
-        for name, layout in layouts_of(module).items():
-            local += [(table, name, table[name], layout) for table in tables if name in table and name in names]
-    for table, name, part, layout in local:
-        whole = make(part, layout.shape)
-        table[name] = nn.Parameter(whole, part.requires_grad) if isinstance(part, nn.Parameter) else whole
+    local = []
+    for name, layout in layouts_of(module).items():
+        part = module._parameters.get(name)
+        if part is not None and name in names:
+            local.append((name, part, layout.model_slice()))
+            module._parameters[name] = nn.Parameter(make(part, layout.shape), part.requires_grad)
     yield
     with torch.no_grad():
-        for table, name, part, layout in local:
-            part.copy_(layout.local_part(table[name]))
-            table[name] = part
+        for name, part, held in local:
+            part.copy_(held.part_of(getattr(module, name)))
+            module._parameters[name] = part
 
 
 def _dtensors(module: nn.Module, ignored: Collection[int]) -> list[tuple[nn.Module, str, "DTensor"]]:
@@ -193,9 +213,7 @@ def _check(name: str, owner: nn.Module, tensor: "DTensor") -> None:
 
 def _local_of(tensor: "DTensor") -> Tensor:
     """The local tensor in the place of ``tensor``: one of all modules that share it, units of ``fully_shard`` too."""
-    from .optimizers import replaced_by, set_replaced
-
-    known = replaced_by(tensor)
+    known: Tensor | None = getattr(tensor, REPLACED, None)
     if known is not None:
         return known
     with torch.no_grad():
@@ -205,7 +223,7 @@ def _local_of(tensor: "DTensor") -> Tensor:
         for name, value in vars(tensor).items():
             if not name.startswith("_"):  # marks, such as Megatron-core's; the others are DTensor's own
                 setattr(local, name, value)
-    set_replaced(tensor, local)
+    setattr(tensor, REPLACED, local)
     return local
 
 
@@ -214,5 +232,4 @@ def _mark_partial(owner: nn.Module) -> None:
     group = drop_grad_hooks(owner)
     for param in () if group is None else owner._parameters.values():
         if param is not None and model_slice_of(param) is None:
-            shape = tuple(param.shape)
-            set_model_slice(param, ModelSlice(shape, (Box((0,) * len(shape), shape),), None, group, "partial"))
+            set_model_slice(param, slice_of_copy(tuple(param.shape), group, "partial"))

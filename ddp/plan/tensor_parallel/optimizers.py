@@ -17,21 +17,12 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..model_slice import set_model_slice
 from .layouts import Layout
+from .localize import REPLACED
 from .state_dict import local_of
 
-__all__ = ["replaced_by", "set_replaced", "set_slice_of"]
+__all__ = ["set_slice_of"]
 
-_REPLACED, _LAYOUT = "_maingrad_made_local", "_maingrad_layout"
-
-
-def set_replaced(tensor: DTensor, local: Tensor) -> None:
-    """Remember the local parameter that has the place of ``tensor``."""
-    setattr(tensor, _REPLACED, local)
-
-
-def replaced_by(tensor: DTensor) -> Tensor | None:
-    """The local parameter that has the place of ``tensor``; None: it was never made local."""
-    return getattr(tensor, _REPLACED, None)
+_LAYOUT = "_maingrad_layout"
 
 
 def set_slice_of(param: Tensor, layout: Layout) -> None:
@@ -50,7 +41,7 @@ def _watch_steps() -> None:
 
 @torch.no_grad()
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if any(hasattr(param, _REPLACED) for group in optimizer.param_groups for param in group["params"]):
+    if any(hasattr(param, REPLACED) for group in optimizer.param_groups for param in group["params"]):
         raise RuntimeError(  # it would step, and change nothing: no gradient reaches these DTensors
             f"{type(optimizer).__name__} was built before the model was wrapped: its parameters are the DTensors of "
             f"before, which no forward uses any more; build the optimizer from model.parameters() after wrapping"

@@ -30,7 +30,8 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from ....kernels.compat import private_name
 from ...contract.module import FusedWgradModule
 from .hugging_face import calls_inner_forward
-from .layouts import from_local, layouts_of, to_local
+from .layouts import from_local, to_local
+from .localize import layouts_of
 
 __all__ = ["multiplies", "multiply", "share_inputs", "take_plain_inputs"]
 
@@ -178,9 +179,8 @@ def _unless_plain(hook: Any, module: nn.Module, inputs: Any) -> Any:
 
 def _multiply_part(module: Any, x: Tensor, mesh: DeviceMesh) -> Tensor:
     """The product of all rows, of which this rank's part alone reaches the weight's gradient."""
-    rows = x.reshape(-1, x.shape[-1])
-    count, rank = -(-rows.shape[0] // mesh.size()), mesh.get_local_rank()
-    before, mine, after = rows[: rank * count], rows[rank * count :][:count], rows[(rank + 1) * count :]
-    weight, bias = module.weight.detach(), None if module.bias is None else module.bias.detach()
-    y = [F.linear(before, weight, bias), module.multiply_slice(mine, module.bias), F.linear(after, weight, bias)]
+    weight, bias, rank = module.weight.detach(), module.bias, mesh.get_local_rank()
+    rows = x.reshape(-1, x.shape[-1]).tensor_split(mesh.size())
+    y = [F.linear(each, weight, bias if bias is None else bias.detach()) for each in rows]
+    y[rank] = module.multiply_slice(rows[rank], bias)
     return torch.cat(y).view(*x.shape[:-1], weight.shape[0])

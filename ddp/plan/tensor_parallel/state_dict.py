@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from .layouts import Layout, layouts_of, waited
+from .layouts import Layout, waited
+from .localize import layouts_of
 
 __all__ = ["install_state_dict_hooks", "local_of"]
 
@@ -64,4 +65,4 @@ def local_of(value: Tensor, layout: Layout) -> Tensor:
         if value.device_mesh == layout.mesh and value.placements == (layout.placement,):
             return waited(value.to_local())
         value = waited(value.redistribute(placements=[Replicate()] * value.device_mesh.ndim).to_local())
-    return layout.local_part(value)
+    return layout.model_slice().part_of(value)

@@ -410,23 +410,33 @@ CHANGES: dict[str, tuple[Callable[[Any, ModelSlice], None], str]] = {
         lambda module, found: module.register_parameter(f"more_{found.group.rank()}", nn.Parameter(torch.ones(1))),
         "'more_0' of shape [1] is not held by all ranks together: a tensor is not stored",
     ),
-    "two groups": (
-        lambda module, found: set_model_slice(module.mix, slice_alone(module.mix)),
-        "'embed' is cut over ranks [0, 1], and 'mix' over [",
-    ),
 }
-
-
-def slice_alone(param: nn.Parameter) -> ModelSlice:
-    found = model_slice_of(param)
-    assert found is not None
-    return found._replace(group=dist.new_group([dist.get_rank()], use_local_synchronization=True))
 
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_ranks_that_do_not_fit_each_other_are_refused(name: str, tmp_path: Path) -> None:
     change, expected = CHANGES[name]
     refusals(lambda: saves(change, tmp_path / "c"), re.escape(expected), 2)
+    assert not (tmp_path / "c").exists()
+
+
+def test_slices_of_two_groups_are_refused(tmp_path: Path) -> None:
+    def run() -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        module = Cut(mesh["tp"].get_group())
+        found = model_slice_of(module.mix)
+        assert found is not None
+        set_model_slice(module.mix, found._replace(group=mesh["dp"].get_group()))
+        save_checkpoint(tmp_path / "c", module)
+
+    expected = [
+        r"\[0, 2\], .* are \[0, 1\]",
+        r"\[1, 3\], .* are \[0, 1\]",
+        r"\[0, 2\], .* are \[2, 3\]",
+        r"\[1, 3\], .* are \[2, 3\]",
+    ]
+    for text, ranks in zip(refusals(run, "cut all parameters over one group"), expected, strict=True):
+        assert re.match(f"parameter 'mix' is a slice over ranks {ranks}", text)
     assert not (tmp_path / "c").exists()
 
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig
 from maingrad.ddp.plan.model_slice import model_slice_of
-from maingrad.ddp.plan.tensor_parallel.layouts import layouts_of
+from maingrad.ddp.plan.tensor_parallel.localize import layouts_of
 from maingrad.launch.simulation.simulate import SimulatedRankError, simulate
 from maingrad.te_integration import Linear, convert_linears
 

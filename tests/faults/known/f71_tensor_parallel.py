@@ -164,8 +164,8 @@ FAULTS = [
             Change(
                 "maingrad.ddp.collectives.rank_grid",
                 "_groups_of_mesh",
-                "if with_context:",
-                "if False:",
+                "mesh = in_two_dims(mesh)\nif mesh.ndim not in (1, 2):",
+                "if mesh.ndim not in (1, 2, 3):",
             )
         ],
     ),

@@ -63,8 +63,8 @@ FAULTS = [
             Change(
                 ROOM + "layouts",
                 "Layout.model_slice",
-                'getattr(self.placement, "split_factor", 1), []',
-                "1, []",
+                'getattr(self.placement, "split_factor", 1)',
+                "1",
             )
         ],
     ),
@@ -104,7 +104,7 @@ FAULTS = [
         "72j-tied-dtensors-become-two-parameters",
         sentence="A DTensor that two modules have becomes a parameter in each.",
         tests=[LOCALIZE + "test_one_dtensor_of_two_modules_stays_one_parameter"],
-        changes=[Change(ROOM + "localize", "_local_of", "known = replaced_by(tensor)", "known = None")],
+        changes=[Change(ROOM + "localize", "_local_of", "getattr(tensor, REPLACED, None)", "None")],
     ),
     Fault(
         "72k-what-a-forward-assigns-is-lost",

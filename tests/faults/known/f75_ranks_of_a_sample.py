@@ -79,7 +79,11 @@ FAULTS = [
         "75f-uneven-parts-of-a-vocabulary-overlap",
         sentence="Parts of a vocabulary that does not divide begin where even ones would.",
         tests=[OF_PARTS],
-        changes=[Change("maingrad.launch.model.cut_gpt", "part_of", "rank * each + min(rank, more)", "rank * each")],
+        changes=[
+            Change(
+                "maingrad.launch.model.cut_gpt", "cut_gpt", "-(-model.vocab_size // size)", "(model.vocab_size // size)"
+            )
+        ],
     ),
     Fault(
         "75g-masks-of-dropout-are-equal-in-all-heads",

@@ -46,9 +46,7 @@ FAULTS = [
         sentence="Where autograd delivers the weight gradient, the gradient of the input is one rank's part.",
         tests=[GRADIENTS + "[unfused-False]"],
         changes=[
-            Change(
-                LAYERS, "_ToColumns.backward", "summing = ctx.ranks.start_sum(grads[0])", "summing = grads[0].clone()"
-            )
+            Change(LAYERS, "_Exchange.backward", "_exchanged(grads[0], *ctx.arguments)", "grads[0].clone()"),
         ],
     ),
     Fault(

@@ -38,7 +38,7 @@ FAULTS = [
         "80c-weights-of-a-group-in-the-order-of-buckets",
         sentence="The first expert's tokens are multiplied by the last expert's weight.",
         tests=[OPTIONS],
-        changes=[Change(UNIT, "make_weight_units", "order[pair.name]", "-order[pair.name]")],
+        changes=[Change(UNIT, "make_weight_units", "order.index(pair.name)", "-order.index(pair.name)")],
     ),
     Fault(
         "80d-asked-weights-stay",

@@ -91,9 +91,13 @@ def test_what_cannot_be_cut_is_refused(tmp_path: Path, sections: dict[str, Any],
         tiny_config(tmp_path, **sections)
 
 
-def test_each_rank_has_a_word():
-    model = ModelConfig(num_heads=3, num_kv_heads=3, dim=12, ffn_dim=3, vocab_size=2)
-    with pytest.raises(ConfigError, match=r"mesh\.tp = 3: must be at most model\.vocab_size = 2"):
+@pytest.mark.parametrize("words", [2, 4])  # of four, two ranks have two each
+def test_each_rank_has_a_word(words: int):
+    sizes = {"num_heads": 3, "num_kv_heads": 3, "dim": 12, "ffn_dim": 3}
+    MeshConfig(tp=3).check_model(ModelConfig(**sizes, vocab_size=5), 24)
+    model = ModelConfig(**sizes, vocab_size=words)
+    message = rf"mesh\.tp = 3: leaves a rank without words of model\.vocab_size = {words}"
+    with pytest.raises(ConfigError, match=message):
         MeshConfig(tp=3).check_model(model, 24)
 
 

@@ -411,7 +411,7 @@ def test_groups_in_each_others_place_are_refused(fully: bool) -> None:
 @pytest.mark.parametrize(
     "make, message",
     [
-        (partial(Linear, K, F, parallel_mode="column", tp_size=2), r"Linear\(tp_size=2\) needs tp_group"),
+        (partial(Linear, K, F, parallel_mode="column", tp_size=2), "Linear: tp_size=2, and tp_group, .* has 1 rank"),
         (partial(Linear, K, F, sequence_parallel=True), "say how a layer is cut that has a parallel_mode"),
         (partial(LayerNormLinear, K, F, parallel_mode="row"), "cannot normalise them; it is 'column'"),
     ],
@@ -430,7 +430,7 @@ def refused_with_a_group(given: dict[str, Any]) -> None:
     "given, message",
     [
         ({}, "say how a layer is cut that has a parallel_mode"),
-        ({"parallel_mode": "row", "tp_size": 4}, "tp_size=4, and tp_group has 2 ranks"),
+        ({"parallel_mode": "row", "tp_size": 4}, "tp_size=4, and tp_group, .* has 2 rank"),
         ({"parallel_mode": "column", "sizes": (K, 7)}, r"weight \[7, 8\] does not divide over 2 ranks in dim 0"),
     ],
 )
