@@ -519,6 +519,20 @@ def test_another_use_of_the_weight_is_refused(kept: bool) -> None:
     simulate(use_plainly, 2, kept)
 
 
+def step_too_early() -> None:
+    model = make("used twice", asked=True)
+    weight = model[0].linear.weight
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    with model.no_sync():
+        model(batch(0, 0)).square().mean().backward()
+    with pytest.raises(RuntimeError, match=r"SGD.step\(\): gradients of '0.linear.weight' are not reduced yet"):
+        optimizer.step()
+
+
+def test_a_step_before_the_last_microbatch_is_refused() -> None:
+    simulate(step_too_early, 2)
+
+
 def ignore() -> None:
     """Modules that do not ask are gathered with their unit."""
     model = fully_shard(nn.Sequential(nn.Linear(WIDTH, WIDTH)), distributed_weights=True)
