@@ -1,10 +1,12 @@
 """Optimizer state where groups, options or masters change between steps, and the counters of a scalar's state."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from maingrad.ddp import load_checkpoint, save_checkpoint
@@ -98,6 +100,45 @@ def test_state_of_a_model_that_is_frozen_meanwhile_is_saved(tmp_path: Path) -> N
     for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(optimizer.state[mine]["exp_avg"], loaded.state[theirs]["exp_avg"])
         assert loaded.state[theirs]["exp_avg"].any()
+
+
+def rounded_on_ranks(moment_dtype: torch.dtype | None) -> list[Tensor]:
+    """Whole masters and moments after steps with gradients that are alike whole, however they are cut."""
+    torch.manual_seed(0)
+    model: Any = fully_shard(nn.Linear(40, 24, dtype=torch.bfloat16))
+    assert 0 < model.weight.shard.numel < 960 or not dist.is_initialized(), "each rank has a part"
+    optimizer = ShardedAdamW(model.parameters(), **HYPER, moment_dtype=moment_dtype)
+    generator = torch.Generator().manual_seed(5)
+    for _ in range(3):
+        for param in model.parameters():
+            whole = torch.randn(param.shard.shape, generator=generator).view(-1)
+            param.grad = whole[param.shard.start : param.shard.end].view(param.shape)
+        optimizer.step()
+    states = optimizer.state_dict()["state"].values()
+    return [getattr(state[key], "full_tensor", state[key].clone)() for state in states for key in sorted(state)]
+
+
+@pytest.mark.parametrize("moment_dtype", [None, torch.float32])
+def test_bits_do_not_depend_on_the_number_of_ranks(moment_dtype: torch.dtype | None) -> None:
+    """The random bits that round an element follow from its place in the whole parameter."""
+    wanted = rounded_on_ranks(moment_dtype)
+    for size in (2, 3):
+        for found in simulate(rounded_on_ranks, size, moment_dtype):
+            assert all(map(torch.equal, found, wanted))
+
+
+def test_a_state_dict_does_not_follow_training() -> None:
+    for options in ({}, {"moment_dtype": torch.float32}, {"state": "full", "offload_state": "host"}):
+        model = make(torch.float32 if "state" in options else torch.bfloat16)
+        optimizer = ShardedAdamW(model.parameters(), **HYPER, **options)
+        step(optimizer, 0)
+        for saved in (optimizer.state_dict()["state"], optimizer.full_state()):
+            before = {key: copy.deepcopy(state) for key, state in saved.items()}
+            step(optimizer, 1)
+            for index, state in before.items():
+                assert state.keys() == saved[index].keys() >= {"step", "exp_avg", "exp_avg_sq"}
+                for key, value in state.items():
+                    assert torch.equal(saved[index][key], value), key
 
 
 class Scale(nn.Module):
