@@ -158,6 +158,14 @@ def load_every_kind(placement: str) -> None:
     other.load_state_dict(columns)
     assert_same(whole(other.state_dict()), Odd(4).state_dict())
 
+    state = model.state_dict()
+    weight = state["up.weight"]
+    by_columns = weight.to_local().t().contiguous().t()
+    places = (weight.device_mesh, weight.placements)
+    state["up.weight"] = DTensor.from_local(by_columns, *places, shape=weight.shape, stride=weight.stride())
+    other.load_state_dict(state)
+    assert_same(whole(other.state_dict()), expected)
+
     with pytest.raises(
         RuntimeError, match=r"up.weight: size mismatch, of shape \[3, 3\], and the whole parameter is \[15, 7"
     ):
