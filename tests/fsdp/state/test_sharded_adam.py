@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from maingrad.ddp import load_checkpoint, save_checkpoint
-from maingrad.fsdp import ShardedAdamW, fully_shard, translate_state_dicts
+from maingrad.fsdp import ShardedAdam, ShardedAdamW, fully_shard, translate_state_dicts
 from maingrad.launch import simulate
 
 HYPER: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1}
@@ -46,6 +46,29 @@ def groups_later(place: str | None) -> list[Tensor]:
 def test_a_group_that_comes_after_steps_with_state_on_the_host() -> None:
     """Its members have other places in the memory on the device, and so have those of before."""
     assert all(map(torch.equal, groups_later("host"), groups_later(None)))
+
+
+@pytest.mark.parametrize("cls", [ShardedAdam, ShardedAdamW])
+def test_a_step_calls_its_closure(cls: Any) -> None:
+    """With gradients enabled, and before the update; a step without gradients changes nothing."""
+    model, other = make(), make()
+    optimizer, beside = (cls(each.parameters(), **HYPER) for each in (model, other))
+    x = torch.ones(2, 8, dtype=torch.bfloat16)
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        return float(loss.detach())
+
+    assert beside.step() is None
+    for _ in range(2):
+        loss = other(x).square().mean()
+        loss.backward()
+        assert optimizer.step(closure) == float(loss.detach())
+        beside.step()
+        beside.zero_grad()
+    assert all(map(torch.equal, optimizer.masters().values(), beside.masters().values()))
 
 
 def test_groups_that_all_maximize_by_now_go_up() -> None:
