@@ -150,7 +150,7 @@ def test_shards_are_back_after_a_foreign_delayed_gradient_that_fails() -> None:
     mean_loss(model(torch.ones(2, 5))).backward()
     (entry,) = model.waiting
     model.waiting[:] = [(entry[0][:, :3], *entry[1:])]
-    with pytest.raises(RuntimeError, match="size of tensor|shape"):
+    with pytest.raises(RuntimeError, match=r"size of tensor|shape"):
         model.backward_dw()
     assert isinstance(model.weight, ShardedParameter)
     model.waiting.append(entry)
