@@ -110,8 +110,8 @@ def _parse_config(config: str, source: str) -> dict[str, int] | None:
         return None
     values = {}
     for item in config.split():
-        name, equals, value = item.partition("=")
-        if not equals or not value.isdigit():
+        name, _, value = item.partition("=")
+        if not value.isdigit():
             raise ValueError(f"{source}: config must be name=number with blanks between, or {CUBLAS}; got '{item}'")
         values[name] = int(value)
     return values

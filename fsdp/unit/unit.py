@@ -74,8 +74,8 @@ class Unit:
         mine: tuple[ShardedPair, ...] = tuple(pair for bucket in buckets for pair in bucket.pairs)
         self.pairs: tuple[ShardedPair, ...] = (*mine, *(pair for weight in weights for pair in weight.pairs))
         """The unit's parameters, of all buckets, those of ``weights`` too."""
-        self.trains: bool = any(each.trainable for each in buckets) or any(each.trains for each in weights)
-        """Some parameters of the unit are trained."""
+        self.trains: bool = any(each.trainable for each in buckets)
+        """Some parameters of the unit are trained, without those of ``weights``."""
         self.releasable = any(not bucket.whole_params_at_rest for bucket in buckets)
         """The whole parameters can be freed: placements shard parameters at rest."""
         self.policy = options.policy

@@ -80,6 +80,21 @@ def test_a_capture_that_fails(extra: Callable[[Job], Any], error: type[Exception
     simulate(program, 2)
 
 
+def test_kinds_of_calls_beyond_the_number_of_graphs_are_refused() -> None:
+    job = Job()
+    for rows in range(1, 9):
+        job.graphed(torch.ones(rows, 4))
+    with pytest.raises(RuntimeError, match="8 kinds of calls have a graph each"):
+        job.graphed(torch.ones(9, 4))
+    graphed = GraphedTrainingStep(job.train_step, job.model, job.optimizer, num_warmup_steps=1, max_graphs=1)
+    for number in range(2):
+        assert graphed.num_graphs == 0, number
+        graphed(torch.ones(2, 4))
+    assert graphed.num_graphs == 1
+    with pytest.raises(RuntimeError, match="raise max_graphs"):
+        graphed(torch.ones(3, 4))
+
+
 @pytest.mark.in_turn
 @pytest.mark.parametrize("placements", ["zero1", "zero2", "zero3"])
 def test_after_a_capture_that_fails_a_forward_has_the_weights_of_the_last_step(placements: str) -> None:

@@ -220,3 +220,22 @@ def test_a_head_without_tokens() -> None:
     found = head_grads(head, torch.zeros(0), lse, needs_bias=True)
     assert found.hidden is not None and found.hidden.shape == (0, 4)
     assert found.bias is not None and found.bias.tolist() == [0.0] * 3
+
+
+def test_the_bias_gradient_of_a_bf16_head_is_summed_in_fp32() -> None:
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(64, 16).bfloat16(), torch.randn(24, 16).bfloat16()
+    bias, targets = torch.randn(24).bfloat16(), torch.randint(24, (64,))
+    head = Head(hidden, weight, bias, targets, LossTerms(), 64)
+    db = head_grads(head, torch.ones(64), None, needs_bias=True).bias
+    logits = torch.addmm(bias, hidden, weight.t())
+    cross_entropy_in_place(logits, targets, LossTerms(), grads=torch.ones(64))
+    assert db is not None and db.dtype is torch.float32
+    torch.testing.assert_close(db, logits.double().sum(0).float(), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(("tokens", "sizes"), [(17, [6, 6, 5]), (16, [8, 8]), (3, [3]), (0, [])])
+def test_chunks_are_as_even_as_can_be(tokens: int, sizes: list[int]) -> None:
+    head = Head(torch.empty(tokens, 2), torch.empty(5, 2), None, torch.empty(tokens), LossTerms(), 8)
+    assert [chunk.stop - chunk.start for chunk in head.chunks()] == sizes
+    assert head.memory().shape == (max(sizes, default=0), 5)

@@ -158,6 +158,22 @@ def test_a_program_that_only_asks_reduces_nothing_and_leaves_no_parameter_whole(
             torch.testing.assert_close(slope, torch.autograd.grad(plain(x, 0).square().sum(), x)[0])
 
 
+def test_a_backward_for_one_whole_parameter_trains_that_one() -> None:
+    def train() -> dict[str, Tensor]:
+        net = shard(Net().double())
+        wholes: list[Tensor] = []
+        net.head.register_forward_pre_hook(lambda module, _: wholes.append(module.weight))
+        net(batch(0, dist.get_rank()), 0).square().sum().backward(inputs=wholes)
+        return {name: param.grad.full_tensor() for name, param in net.named_parameters()}
+
+    plain = Net().double()
+    loss = sum(plain(batch(0, rank), 0).square().sum() for rank in range(RANKS))
+    (expected,) = torch.autograd.grad(loss, plain.head.weight)
+    for found in simulate(train, RANKS):
+        torch.testing.assert_close(found.pop("head.weight"), expected / RANKS)
+        assert not any(grad.any() for grad in found.values())
+
+
 def test_gradients_of_shards_cannot_be_asked_for() -> None:
     def ask() -> None:
         net = shard(Net().double())

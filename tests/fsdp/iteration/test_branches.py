@@ -104,6 +104,23 @@ def test_what_a_unit_returns_keeps_its_values_and_integers() -> None:
     simulate(on_each_rank, 2)
 
 
+def test_outputs_that_lead_to_no_trained_parameter_have_no_graph() -> None:
+    """Of a unit that is frozen as a whole, and of the model, around which no other unit waits for a backward."""
+
+    def on_each_rank() -> None:
+        stem, model = nn.Linear(WIDTH, WIDTH).requires_grad_(False), Branch().float()
+        inside: list[Tensor] = []
+        fully_shard(stem)
+        model.frozen = nn.Sequential(stem, nn.Identity())
+        model.frozen[1].register_forward_pre_hook(lambda _, args: inside.append(args[0]))
+        fully_shard(model)
+        y = model(torch.ones(2, WIDTH))
+        assert not y.requires_grad and not inside[0].requires_grad
+        assert model(-torch.ones(2, WIDTH)).requires_grad
+
+    simulate(on_each_rank, 2)
+
+
 def test_complex_outputs_of_what_is_frozen_on_some_ranks() -> None:
     class Spectrum(Branch):
         def forward(self, x: Tensor) -> Tensor:

@@ -154,6 +154,23 @@ def test_an_iteration_whose_queue_was_let_go_is_given_up(kind: str) -> None:
     simulate(on_each_rank, ranks_of(kind))
 
 
+def test_a_queue_is_drained_in_the_order_of_buckets() -> None:
+    """So the last block's reduction runs under the products of the others, whatever number of microbatches waits."""
+    torch.manual_seed(0)
+    model: Any = Delaying()
+    for module in (*model.blocks, model):
+        fully_shard(module)
+    queue = WgradQueue()
+    queue.log = []
+    for index, batch in enumerate(batches_of(0, 2)):
+        with delayed_wgrad(queue):
+            loss = mean_loss(model(batch))
+        with model.no_sync() if index == 0 else nullcontext():
+            loss.backward()
+    queue.drain()
+    assert [(run.bucket, run.microbatch) for run in queue.log] == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
+
+
 class Tied(nn.Module):
     """An embedding tied to the head, around layers that are units of their own."""
 

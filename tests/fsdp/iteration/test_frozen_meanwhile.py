@@ -239,3 +239,15 @@ def test_one_backward_enters_a_unit_frozen_and_trained_at_once() -> None:
     expected = grads(sharded=False)
     for found in simulate(lambda: grads(sharded=True), 2):
         torch.testing.assert_close(found, expected)
+
+
+def test_a_frozen_model_is_frozen_within_unsharded_too() -> None:
+    model: Any = fully_shard(nn.Sequential(Block()))
+    model.requires_grad_(False)
+    with model.unsharded():
+        assert not model(torch.ones(2, 7)).requires_grad
+        x = torch.ones(2, 7, requires_grad=True)
+        model(x).sum().backward()
+    assert x.grad is not None and x.grad.any()
+    model.requires_grad_(True)
+    assert all(param.grad is None for param in model.parameters())

@@ -286,14 +286,19 @@ def test_a_unit_that_a_forward_uses_twice_is_reduced_once(placements: str) -> No
         model(torch.ones(2, 8))
         launcher, found = root_of(model).grads.launcher, []
         launch = launcher.launch
-        for _ in range(2):
+        for again in (False, False, True):  # backward goes through the same graph once more
             launched: list[int] = []
             launcher.launch = lambda bucket, *args, to=launched: (to.append(bucket.index), launch(bucket, *args))[1]
-            model(torch.ones(2, 8)).square().sum().backward()
+            loss = model(torch.ones(2, 8)).square().sum()
+            if again:
+                with model.no_sync():
+                    loss.backward(retain_graph=True)
+                launched.clear()
+            loss.backward()
             found.append(launched)
         return found
 
-    assert simulate(on_each_rank, 2) == [[[0, 1]] * 2] * 2
+    assert simulate(on_each_rank, 2) == [[[0, 1]] * 3] * 2
 
 
 @pytest.mark.parametrize("own", [True, False])

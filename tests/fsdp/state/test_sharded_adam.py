@@ -1,14 +1,16 @@
 """Optimizer state where groups, options or masters change between steps, and the counters of a scalar's state."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from maingrad.ddp import load_checkpoint, save_checkpoint
-from maingrad.fsdp import ShardedAdamW, fully_shard, translate_state_dicts
+from maingrad.fsdp import ShardedAdam, ShardedAdamW, fully_shard, translate_state_dicts
 from maingrad.launch import simulate
 
 HYPER: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1}
@@ -44,6 +46,29 @@ def groups_later(place: str | None) -> list[Tensor]:
 def test_a_group_that_comes_after_steps_with_state_on_the_host() -> None:
     """Its members have other places in the memory on the device, and so have those of before."""
     assert all(map(torch.equal, groups_later("host"), groups_later(None)))
+
+
+@pytest.mark.parametrize("cls", [ShardedAdam, ShardedAdamW])
+def test_a_step_calls_its_closure(cls: Any) -> None:
+    """With gradients enabled, and before the update; a step without gradients changes nothing."""
+    model, other = make(), make()
+    optimizer, beside = (cls(each.parameters(), **HYPER) for each in (model, other))
+    x = torch.ones(2, 8, dtype=torch.bfloat16)
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        return float(loss.detach())
+
+    assert beside.step() is None
+    for _ in range(2):
+        loss = other(x).square().mean()
+        loss.backward()
+        assert optimizer.step(closure) == float(loss.detach())
+        beside.step()
+        beside.zero_grad()
+    assert all(map(torch.equal, optimizer.masters().values(), beside.masters().values()))
 
 
 def test_groups_that_all_maximize_by_now_go_up() -> None:
@@ -98,6 +123,45 @@ def test_state_of_a_model_that_is_frozen_meanwhile_is_saved(tmp_path: Path) -> N
     for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(optimizer.state[mine]["exp_avg"], loaded.state[theirs]["exp_avg"])
         assert loaded.state[theirs]["exp_avg"].any()
+
+
+def rounded_on_ranks(moment_dtype: torch.dtype | None) -> list[Tensor]:
+    """Whole masters and moments after steps with gradients that are alike whole, however they are cut."""
+    torch.manual_seed(0)
+    model: Any = fully_shard(nn.Linear(40, 24, dtype=torch.bfloat16))
+    assert 0 < model.weight.shard.numel < 960 or not dist.is_initialized(), "each rank has a part"
+    optimizer = ShardedAdamW(model.parameters(), **HYPER, moment_dtype=moment_dtype)
+    generator = torch.Generator().manual_seed(5)
+    for _ in range(3):
+        for param in model.parameters():
+            whole = torch.randn(param.shard.shape, generator=generator).view(-1)
+            param.grad = whole[param.shard.start : param.shard.end].view(param.shape)
+        optimizer.step()
+    states = optimizer.state_dict()["state"].values()
+    return [getattr(state[key], "full_tensor", state[key].clone)() for state in states for key in sorted(state)]
+
+
+@pytest.mark.parametrize("moment_dtype", [None, torch.float32])
+def test_bits_do_not_depend_on_the_number_of_ranks(moment_dtype: torch.dtype | None) -> None:
+    """The random bits that round an element follow from its place in the whole parameter."""
+    wanted = rounded_on_ranks(moment_dtype)
+    for size in (2, 3):
+        for found in simulate(rounded_on_ranks, size, moment_dtype):
+            assert all(map(torch.equal, found, wanted))
+
+
+def test_a_state_dict_does_not_follow_training() -> None:
+    for options in ({}, {"moment_dtype": torch.float32}, {"state": "full", "offload_state": "host"}):
+        model = make(torch.float32 if "state" in options else torch.bfloat16)
+        optimizer = ShardedAdamW(model.parameters(), **HYPER, **options)
+        step(optimizer, 0)
+        for saved in (optimizer.state_dict()["state"], optimizer.full_state()):
+            before = {key: copy.deepcopy(state) for key, state in saved.items()}
+            step(optimizer, 1)
+            for index, state in before.items():
+                assert state.keys() == saved[index].keys() >= {"step", "exp_avg", "exp_avg_sq"}
+                for key, value in state.items():
+                    assert torch.equal(saved[index][key], value), key
 
 
 class Scale(nn.Module):

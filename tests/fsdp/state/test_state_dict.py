@@ -158,6 +158,14 @@ def load_every_kind(placement: str) -> None:
     other.load_state_dict(columns)
     assert_same(whole(other.state_dict()), Odd(4).state_dict())
 
+    state = model.state_dict()
+    weight = state["up.weight"]
+    by_columns = weight.to_local().t().contiguous().t()
+    places = (weight.device_mesh, weight.placements)
+    state["up.weight"] = DTensor.from_local(by_columns, *places, shape=weight.shape, stride=weight.stride())
+    other.load_state_dict(state)
+    assert_same(whole(other.state_dict()), expected)
+
     with pytest.raises(
         RuntimeError, match=r"up.weight: size mismatch, of shape \[3, 3\], and the whole parameter is \[15, 7"
     ):
@@ -297,9 +305,13 @@ class Pretrained(nn.Linear):
 
 def test_save_pretrained_is_refused_where_it_would_write_one_ranks_part() -> None:
     def on_each_rank() -> None:
-        model: Any = fully_shard(Pretrained(4, 6))
+        model: Any = Pretrained(4, 6)
+        model.inside = fully_shard(nn.Linear(4, 4))
+        fully_shard(model)
         state = model.state_dict()
         with pytest.raises(RuntimeError, match=r"save_pretrained of FSDPPretrained.*within model.unsharded\(\)"):
+            model.save_pretrained("folder")
+        with model.inside.unsharded(), pytest.raises(RuntimeError, match="whose parameters are sharded"):
             model.save_pretrained("folder")
         assert model.save_pretrained("folder", state_dict=state) == ("folder", [6, 4])
         with model.unsharded():

@@ -272,6 +272,33 @@ def test_ranks_of_one_seed_draw_slices_of_one_whole(tied: bool) -> None:
             assert torch.equal(found[name], value), name
 
 
+def all_but_the_head(tied: bool) -> str:
+    mesh = make_mesh()
+    with torch.device("meta"):
+        model = Llama()
+    parallelize(model, mesh["tp"], sequence=True)
+    if tied:
+        model.head.weight = model.embedding.weight
+
+    def init_fn(module: nn.Module) -> None:
+        if module is not model.head:
+            fill(module)
+
+    if not tied:
+        with pytest.raises(ValueError, match="has no value") as raised:
+            fully_shard(model, mesh["dp"], init_fn=init_fn)
+        return str(raised.value)
+    fully_shard(model, mesh["dp"], init_fn=init_fn)
+    assert (full(model.state_dict()["head.weight"]) == 2).all()
+    return ""
+
+
+@pytest.mark.in_turn
+def test_a_slice_is_initialised_by_one_of_its_modules_at_least() -> None:
+    for _, text in simulate(lambda: [all_but_the_head(tied) for tied in (True, False)], 4):
+        assert "'head.weight' of Llama was on the meta device" in text
+
+
 def test_an_ignored_dtensor_that_nobody_averages_is_said() -> None:
     """Its mesh looks as if somebody did. One that is frozen, or over all these ranks, is no trouble."""
 

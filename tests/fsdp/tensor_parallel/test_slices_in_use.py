@@ -359,6 +359,18 @@ def test_ranks_with_other_slices_compare_what_they_hold() -> None:
         assert "dense" in text
 
 
+def test_a_refusal_on_one_tensor_parallel_rank_is_raised_on_all() -> None:
+    def on_each_rank() -> str:
+        mesh, group, _ = ranks_of("zero3")
+        model = cut(Plain(), group)
+        if group.rank() == 1:
+            model.blocks[0].norm.weight.register_hook(lambda grad: grad)  # type: ignore[union-attr]
+        return refusal(lambda: fully_shard(model.blocks[0], mesh, tensor_parallel_group=group), Exception)
+
+    for text in simulate(on_each_rank, 4):
+        assert "parameter 'norm.weight' has hooks" in text
+
+
 def test_slices_that_no_call_tells_are_refused() -> None:
     def on_each_rank() -> list[str]:
         mesh, group, _ = ranks_of("zero3")

@@ -19,6 +19,7 @@ from maingrad.fsdp import (
     fully_shard,
 )
 from maingrad.launch import simulate
+from maingrad.te_integration import Linear
 
 WHOLE, SHARDED = Placement.WHOLE, Placement.SHARDED
 
@@ -131,6 +132,22 @@ class OtherOrder(nn.Module):
         differs("order", lambda rank: OtherOrder("ab" if rank else "ba"), "OtherOrder's 'a'"),
         differs("number", lambda rank: nn.Linear(3, 4, bias=rank == 0), "Linear's 'bias'"),
         differs("buffer", lambda rank: nn.BatchNorm1d(3, track_running_stats=rank == 0), "buffer 'running_mean'"),
+        differs(
+            "buffer's dtype",
+            lambda rank: nn.BatchNorm1d(3, dtype=(torch.float64, torch.float32)[rank], affine=False),
+            "buffer 'running_mean' torch.float64",
+        ),
+        differs(
+            "buffer's shape", lambda rank: nn.BatchNorm1d(3 + rank, affine=False), r"buffer 'running_mean' .*\[3\]"
+        ),
+        differs(
+            "buffer inside",
+            lambda rank: nn.Sequential(nn.BatchNorm1d(3, affine=False, track_running_stats=rank == 0)),
+            "buffer 'running_mean'",
+        ),
+        differs(
+            "delayed", lambda rank: Linear(4, 4, delay_wgrad_compute=rank == 1), r"'weight' torch.float32 \[4, 4\]"
+        ),
         differs("class", lambda rank: (nn.Linear, nn.Bilinear)[rank](*[3] * (2 + rank)), "Linear's 'bias'"),
     ],
 )

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from maingrad.fsdp import FSDPModule, fully_shard
+from maingrad.fsdp.tensors.parameter import ShardedParameter
 from maingrad.te_integration import WgradQueue, delayed_wgrad
 
 TOLERANCE = 2e-6
@@ -142,6 +143,20 @@ def test_foreign_modules_that_delay(kind: str, form: str) -> None:
         lambda: foreign_stack(plain),
     )
     train_beside(kind, make_model, shard_children, delayed_run, microbatches=3)
+
+
+def test_shards_are_back_after_a_foreign_delayed_gradient_that_fails() -> None:
+    model = fully_shard(ForeignDelayedLinear(5, 5, fused=True))
+    mean_loss(model(torch.ones(2, 5))).backward()
+    (entry,) = model.waiting
+    model.waiting[:] = [(entry[0][:, :3], *entry[1:])]
+    with pytest.raises(RuntimeError, match=r"size of tensor|shape"):
+        model.backward_dw()
+    assert isinstance(model.weight, ShardedParameter)
+    model.waiting.append(entry)
+    model.backward_dw()
+    model.finish_grad_sync()
+    assert model.weight.grad.to_local().any()
 
 
 class TiedToForeign(nn.Module):

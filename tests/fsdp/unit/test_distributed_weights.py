@@ -62,12 +62,16 @@ class Twice(nn.Module):
         return x + self.linear(self.linear(x).tanh())
 
 
+class OfTheProgram(AskingLinear):
+    """Its base class asks, in another file."""
+
+
 class Half(nn.Module):
     """Asking layers of which the middle one is frozen, and the last one is computed in vain."""
 
     def __init__(self, *, fuse: bool = True) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([AskingLinear(WIDTH, WIDTH, fuse=fuse) for _ in range(4)])
+        self.layers = nn.ModuleList([OfTheProgram(WIDTH, WIDTH, fuse=fuse) for _ in range(4)])
         self.layers[1].requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -508,15 +512,58 @@ class Plain(nn.Module):
         return self.linear(x) + nn.functional.linear(x, self.linear.weight)
 
 
-def use_plainly(kept: bool) -> None:
-    model = fully_shard(Plain(), distributed_weights=True, reshard_after_forward=False if kept else None)
+class Alone(nn.Module):
+    """Uses the weight of an operation in one forward, and runs the operation in others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operation = AskingGrouped(1, WIDTH, operation=True)
+        self.plainly = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.operation.weight0) if self.plainly else self.operation(x)
+
+
+def use_plainly(make_model: Callable[[], Any], kept: bool) -> None:
+    model = fully_shard(make_model(), distributed_weights=True, reshard_after_forward=False if kept else None)
+
+    def train() -> None:
+        for model.plainly in (False, True):
+            model(batch(0, 0).requires_grad_()).sum().backward()
+
     with pytest.raises(RuntimeError, match=r"storage of size 0|received a gradient from autograd"):
-        model(batch(0, 0).requires_grad_()).sum().backward()
+        train()
 
 
+@pytest.mark.parametrize("make_model", [Plain, Alone])
 @pytest.mark.parametrize("kept", [True, False])
-def test_another_use_of_the_weight_is_refused(kept: bool) -> None:
-    simulate(use_plainly, 2, kept)
+def test_another_use_of_the_weight_is_refused(make_model: Callable[[], Any], kept: bool) -> None:
+    simulate(use_plainly, 2, make_model, kept)
+
+
+def ask_for_many() -> None:
+    model = fully_shard(AskingGrouped(11, WIDTH), distributed_weights=True)
+    x = torch.cat([batch(0, 0), batch(0, 1)]).requires_grad_()
+    (model(x) ** 2).mean().backward()
+    assert [len(unit.pairs) for unit in model.units if isinstance(unit, WeightUnit)] == [11]
+
+
+def test_more_than_ten_weights_are_one_group() -> None:
+    simulate(ask_for_many, 2)
+
+
+def step_too_early() -> None:
+    model = make("used twice", asked=True)
+    weight = model[0].linear.weight
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    with model.no_sync():
+        model(batch(0, 0)).square().mean().backward()
+    with pytest.raises(RuntimeError, match=r"SGD.step\(\): gradients of '0.linear.weight' are not reduced yet"):
+        optimizer.step()
+
+
+def test_a_step_before_the_last_microbatch_is_refused() -> None:
+    simulate(step_too_early, 2)
 
 
 def ignore() -> None:

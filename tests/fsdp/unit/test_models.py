@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
+from maingrad.ddp import WORLD_OF_ONE
 from maingrad.fsdp import MixedPrecisionPolicy, fully_shard
 from maingrad.launch import simulate
 
@@ -378,6 +379,16 @@ def test_ignored_parameters_stay_what_they_are(kind: str) -> None:
         assert not any(pair.sharded is ours for unit in model.units for pair in unit.pairs)
 
     simulate(on_each_rank, KINDS[kind])
+
+
+def test_attributes_of_a_parameter_are_those_of_both_of_its_forms() -> None:
+    """Except for the name by which a sharded one says what it is."""
+    layer: Any = nn.Linear(4, 4)
+    layer.weight.note, layer.weight.shard = "kept", "a program's own"
+    model = fully_shard(layer, WORLD_OF_ONE)
+    assert (model.weight.note, model.weight.shard.name) == ("kept", "weight")
+    with model.unsharded():
+        assert (model.weight.note, model.weight.shard) == ("kept", "a program's own")
 
 
 def test_ignored_parameters_may_be_given_as_an_iterator() -> None:

@@ -101,6 +101,21 @@ def test_coarser_atoms_keep_one_bucket(atoms: Any) -> None:
     assert len(names(params, 2, atoms=atoms, bucket_size=64)) == 1
 
 
+def test_the_first_pattern_that_matches_a_name_counts() -> None:
+    params = owned({"0.weight": (8, 6), "0.bias": (8,), "1.weight": (8, 6), "1.bias": (8,)})
+    atoms: Any = {"*.weight": "row", "0.*": "whole"}
+    ((layout, _),) = plan_unit(params, MixedPrecisionPolicy(), 2, atoms)
+    assert {slot.spec.name: slot.spec.atom for slot in layout.slots} == {
+        "0.weight": 6, "0.bias": 8, "1.weight": 6, "1.bias": 1,
+    }  # fmt: skip
+
+
+def test_atoms_that_would_pad_a_bucket_by_more_than_a_twentieth_are_apart() -> None:
+    params = owned({"wide": (15, 1000), "narrow": (1000, 3)})
+    assert names(params, 8) == [["narrow", "wide"]]
+    assert names(params, 8, atoms="row") == [["narrow"], ["wide"]]
+
+
 def test_kinds_are_apart_whatever_their_size() -> None:
     half, plain = owned({"a": (64, 8), "b": (64, 8)}, dtype=torch.bfloat16), owned({"c": (64, 8), "d": (64, 8)})
     frozen = owned({"e": (64, 8), "f": (64, 8)})
