@@ -1,6 +1,7 @@
 """All files of a checkpoint belong to one save: other files are refused, and a user's own files stay."""
 
 import io
+import itertools
 import os
 import re
 import shutil
@@ -102,6 +103,40 @@ def test_a_checkpoint_that_is_replaced_while_it_is_opened_is_opened_again(
     model = Everything()
     assert load_checkpoint(tmp_path / "c", model) == times
     assert_same(weights(model), weights(Everything(seed=1 + times)))
+
+
+def test_a_file_that_is_gone_when_it_is_opened_was_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next save is of fewer ranks."""
+    simulate(lambda: save_checkpoint(tmp_path / "c", build(**ZERO1)[0], extra="first"), 2)
+    model, original, looked = Everything(seed=2), opened.check_size, []
+
+    def replaced(path: Path, nbytes: int) -> None:
+        original(path, nbytes)
+        looked.append(path.name)
+        if looked == ["rank-00000.safetensors", "rank-00001.safetensors"]:
+            save_checkpoint(tmp_path / "c", model, extra="second")
+
+    monkeypatch.setattr(opened, "check_size", replaced)
+    other = Everything()
+    assert load_checkpoint(tmp_path / "c", other) == "second"
+    assert_same(weights(other), weights(model))
+    assert len(looked) == 3
+
+
+def test_a_load_does_not_try_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(opened, "_MOST_TRIES", 3)
+    save_checkpoint(tmp_path / "c", nn.Linear(2, 2))
+    original, count = Manifest.read, itertools.count()
+
+    def replaced(folder: Path) -> Manifest:
+        found = original(folder)
+        if next(count) < 5:
+            save_checkpoint(tmp_path / "c", nn.Linear(2, 2))
+        return found
+
+    monkeypatch.setattr(Manifest, "read", replaced)
+    with pytest.raises(ValueError, match="was replaced 3 times while it was opened: load it when nothing saves there"):
+        load_checkpoint(tmp_path / "c", nn.Linear(2, 2))
 
 
 def test_a_file_that_is_replaced_while_its_header_is_read_is_one_file(
