@@ -5,9 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from maingrad.ddp import DistributedDataParallel, load_checkpoint, save_checkpoint
+from maingrad.launch import simulate
 
 
 class Remembers(nn.Linear):
@@ -63,3 +66,17 @@ def test_one_that_does_not_fit_its_module_is_refused_by_name(tmp_path: Path) -> 
     with pytest.raises(ValueError, match=r"'1\.seen' is missing in the model and a buffer of float32 \[3, 7\] in the"):
         load_checkpoint(tmp_path / "c", nn.Sequential(nn.Tanh(), model))
     assert model.contents() == [1.0, 1.0] and not model.began_anew
+
+
+def test_a_pipelines_stage_takes_what_its_own_modules_need(tmp_path: Path) -> None:
+    """Other stages' modules are not there, and have no buffer yet that could tell their names."""
+    save_checkpoint(tmp_path / "c", nn.Sequential(Remembers(3, 5.0), Remembers(3, 6.0)))
+
+    def load() -> list[float]:
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))
+        mine = Remembers()
+        stage = DistributedDataParallel(nn.ModuleDict({str(dist.get_rank()): mine}), process_group=mesh.get_group("dp"))
+        load_checkpoint(tmp_path / "c", stage, pipeline_group=mesh.get_group("pp"))
+        return mine.contents()
+
+    assert simulate(load, 2) == [[5.0] * 3, [6.0] * 3]

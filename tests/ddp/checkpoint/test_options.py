@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from checkpointed import build
+from checkpointed import build, take_steps
 from torch import nn
 
 from maingrad.ddp import load_checkpoint, save_checkpoint
@@ -49,13 +49,37 @@ def test_a_tensor_that_the_program_has_not_yet_comes_as_a_tensor(tmp_path: Path)
     assert isinstance(first, torch.Tensor) and first == 0.5
 
 
-def test_a_group_that_the_program_has_added_keeps_its_own(tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_group_that_the_program_has_added_keeps_its_own(tmp_path: Path, place: int) -> None:
     """It has no parameters yet, and none of the saved groups is in its place."""
     save_checkpoint(tmp_path / "c", *sharded(lr=0.25))
-    model, optimizer = sharded(lr=0.5)
-    optimizer.add_param_group({"params": [], "lr": 0.125})
+    model: Any = fully_shard(nn.Linear(4, 4))
+    groups: list[dict[str, Any]] = [{"params": [*model.parameters()], "lr": 0.5}]
+    groups.insert(place, {"params": [], "lr": 0.125})
+    optimizer = torch.optim.AdamW(groups)
     load_checkpoint(tmp_path / "c", model, optimizer)
-    assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.125]
+    assert [group["lr"] for group in optimizer.param_groups] == ([0.125, 0.25] if place == 0 else [0.25, 0.125])
+
+
+def test_groups_of_two_classes_are_known_by_their_parameters(tmp_path: Path) -> None:
+    """A program has sorted its groups otherwise."""
+    biases = {"params": "*.bias", "optimizer": torch.optim.SGD, "momentum": 0.9, "lr": 0.25}
+    others = {"params": lambda name, param: not name.endswith(".bias"), "optimizer": torch.optim.Adam, "lr": 0.5}
+
+    def make(*groups: Any) -> Any:
+        model, optimizer = build(optimizer={"param_groups": [*groups]}, use_distributed_optimizer=True)
+        take_steps(model, optimizer, range(1), 0)
+        return model, optimizer
+
+    save_checkpoint(tmp_path / "c", *make(biases, others))
+    model, optimizer = make(others | {"lr": 1.0}, biases | {"lr": 1.0})
+    load_checkpoint(tmp_path / "c", model, optimizer)
+    rates = {
+        cls.__name__: group["lr"]
+        for cls, group in zip(optimizer.classes_of_groups, optimizer.param_groups, strict=True)
+        if group["params"]
+    }
+    assert rates == {"SGD": 0.25, "Adam": 0.5}
 
 
 def test_the_first_rank_says_what_the_options_are(tmp_path: Path) -> None:

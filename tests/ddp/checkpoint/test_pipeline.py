@@ -6,10 +6,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from checkpointed import Experts
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from maingrad.ddp import (
+    WORLD_OF_ONE,
     DistributedDataParallel,
     DistributedDataParallelConfig,
     DistributedOptimizer,
@@ -201,3 +203,24 @@ def test_what_is_frozen_may_be_a_copy(tmp_path: Path) -> None:
     """As a table that all stages have."""
     simulate(save_copies, 2, tmp_path / "saved")
     assert (tmp_path / "saved").exists()
+
+
+def of_a_stage_with_experts(do: Any, path: Path, seed: int) -> dict[str, Tensor]:
+    """The second of two stages has experts, of which each rank has its own; the first stage has none."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    stage, rank = mesh.get_local_rank("pp"), mesh.get_local_rank("dp")
+    module = Experts(seed, rank, marked=True) if stage else Flat("first", seed)
+    options: dict[str, Any] = {"expert_process_group": WORLD_OF_ONE} if stage else {}
+    model = DistributedDataParallel(module, process_group=mesh.get_group("dp"), **options)
+    do(path, model, pipeline_group=mesh.get_group("pp"))
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+def test_one_stage_alone_has_experts(tmp_path: Path) -> None:
+    saved = simulate(of_a_stage_with_experts, 4, save_checkpoint, tmp_path / "saved", 1)
+    assert not torch.equal(saved[2]["expert.weight"], saved[3]["expert.weight"])
+    assert Manifest.read(tmp_path / "saved").num_expert_sets == 2
+    loaded = simulate(of_a_stage_with_experts, 4, load_checkpoint, tmp_path / "saved", 5)
+    for before, after in zip(saved, loaded, strict=True):
+        assert before.keys() == after.keys()
+        assert all(torch.equal(before[name], after[name]) for name in before)

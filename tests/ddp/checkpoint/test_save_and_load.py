@@ -651,13 +651,16 @@ def test_each_set_of_experts_comes_back_to_its_own_ranks(tmp_path: Path) -> None
         load_checkpoint(tmp_path / "c", Experts(1, 0, marked=True))
 
 
-def test_experts_that_all_ranks_share_are_stored_as_other_weights(tmp_path: Path) -> None:
+@pytest.mark.parametrize("instances", [1, 2])
+def test_experts_that_all_ranks_share_are_stored_as_other_weights(tmp_path: Path, instances: int) -> None:
     def save() -> dict[str, Tensor]:
-        ddp = DistributedDataParallel(Experts(0, 0, marked=True), expert_process_group=dist.group.WORLD)
+        mesh = init_device_mesh("cpu", (instances, 2), mesh_dim_names=("outer", "inner"))
+        ranks: Any = mesh if instances > 1 else dist.group.WORLD
+        ddp = DistributedDataParallel(Experts(0, 0, marked=True), expert_process_group=ranks)
         save_checkpoint(tmp_path / "c", ddp)
         return weights(ddp)
 
-    saved, _ = simulate(save, 2)
+    saved, *_ = simulate(save, 2 * instances)
     other = Experts(1, 0)
     load_checkpoint(tmp_path / "c", other)
     assert_same(weights(other), saved)
