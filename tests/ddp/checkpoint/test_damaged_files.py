@@ -157,6 +157,7 @@ EDITS: dict[str, tuple[tuple[str | int, ...], Any]] = {
     "lr: NaN": ((*OF_GROUP, "lr"), float("nan")),
     "lr: true": ((*OF_GROUP, "lr"), True),
     "betas: one": ((*OF_GROUP, "betas"), [0.9]),
+    "betas: a word": ((*OF_GROUP, "betas"), [0.9, "fast"]),
     "betas: a number": ((*OF_GROUP, "betas"), 0.9),
     "maximize: a number": ((*OF_GROUP, "maximize"), 1),
     "params: none": ((*OF_GROUP, "params"), []),

@@ -1,5 +1,6 @@
 """Buffers that modules make when they need them: a checkpoint may hold or lack them, and so may the model."""
 
+import itertools
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from maingrad.ddp import DistributedDataParallel, load_checkpoint, save_checkpoint
+from maingrad.ddp.checkpoint.files.manifest import Manifest
 from maingrad.launch import simulate
 
 
@@ -80,3 +82,22 @@ def test_a_pipelines_stage_takes_what_its_own_modules_need(tmp_path: Path) -> No
         return mine.contents()
 
     assert simulate(load, 2) == [[5.0] * 3, [6.0] * 3]
+
+
+def test_one_of_a_checkpoint_that_is_replaced_meanwhile_is_not_adopted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The load opens the next checkpoint, which has no such buffer, and has read nothing of the first one's."""
+    save_checkpoint(tmp_path / "c", Remembers(3, 5.0))
+    original, count = Manifest.read, itertools.count()
+
+    def replaced(folder: Path) -> Manifest:
+        found = original(folder)
+        if not next(count):
+            save_checkpoint(tmp_path / "c", Remembers())
+        return found
+
+    monkeypatch.setattr(Manifest, "read", replaced)
+    model = Remembers()
+    load_checkpoint(tmp_path / "c", model)
+    assert next(count) == 2 and not model.contents()

@@ -91,3 +91,18 @@ def test_the_first_rank_says_what_the_options_are(tmp_path: Path) -> None:
     simulate(save, 3)
     optimizer = Manifest.read(tmp_path / "c").optimizer
     assert optimizer is not None and optimizer.groups[0]["lr"] == 0.5
+
+
+def test_state_of_another_shape_is_made_anew(tmp_path: Path) -> None:
+    """An optimizer may hold a placeholder until its first step."""
+    model, optimizer = sharded(lr=0.25)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    save_checkpoint(tmp_path / "c", model, optimizer)
+    other, its = sharded(lr=0.25)
+    for param in other.parameters():
+        its.state[param]["exp_avg"] = torch.zeros(())
+    load_checkpoint(tmp_path / "c", other, its)
+    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(optimizer.state[mine]["exp_avg"], its.state[theirs]["exp_avg"])

@@ -195,6 +195,22 @@ def test_a_forgotten_pipeline_is_noticed(tmp_path: Path, names: list[str]) -> No
         simulate(lambda: of_two_stages(save_checkpoint, tmp_path / "saved", names, 1, whole=False), 2)
 
 
+def test_models_of_their_own_are_saved_where_they_do_not_meet(tmp_path: Path) -> None:
+    """Each rank trains one, and all call their checkpoints alike. A module in no wrapper any rank may save."""
+    path = tmp_path / "step-1"
+
+    def save() -> None:
+        model, rank = DistributedDataParallel(Flat("w", dist.get_rank()), process_group=WORLD_OF_ONE), dist.get_rank()
+        save_checkpoint(tmp_path / str(rank) / "step-1", model, extra=rank)
+        for each in range(2):
+            dist.barrier()
+            if rank == each:
+                save_checkpoint(path, model.module, extra=rank)
+
+    simulate(save, 2)
+    assert [load_checkpoint(tmp_path / name / "step-1", Flat("w", 5)) for name in ("0", "1", ".")] == [0, 1, 1]
+
+
 def save_copies(path: Path) -> None:
     save_checkpoint(path, nn.Linear(2, 2).requires_grad_(False), pipeline_group=dist.group.WORLD)
 
