@@ -106,21 +106,23 @@ def test_a_checkpoint_that_is_replaced_while_it_is_opened_is_opened_again(
 
 
 def test_a_file_that_is_gone_when_it_is_opened_was_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next save is of fewer ranks."""
-    simulate(lambda: save_checkpoint(tmp_path / "c", build(**ZERO1)[0], extra="first"), 2)
-    model, original, looked = Everything(seed=2), opened.check_size, []
+    """The next save is between its two renames."""
+    for name, seed in (("c", 1), ("next", 2)):
+        save_checkpoint(tmp_path / name, Everything(seed=seed), extra=name)
+    original, looked = opened.check_size, []
 
     def replaced(path: Path, nbytes: int) -> None:
         original(path, nbytes)
-        looked.append(path.name)
-        if looked == ["rank-00000.safetensors", "rank-00001.safetensors"]:
-            save_checkpoint(tmp_path / "c", model, extra="second")
+        looked.append(path.parent.name)
+        if len(looked) == 1:
+            left_by_a_save(tmp_path / "c", "c.replaced")
+            left_by_a_save(tmp_path / "next", "c.incomplete")
 
     monkeypatch.setattr(opened, "check_size", replaced)
-    other = Everything()
-    assert load_checkpoint(tmp_path / "c", other) == "second"
-    assert_same(weights(other), weights(model))
-    assert len(looked) == 3
+    model = Everything()
+    assert load_checkpoint(tmp_path / "c", model) == "next"
+    assert_same(weights(model), weights(Everything(seed=2)))
+    assert looked == ["c", "c.incomplete"]
 
 
 def test_a_load_does_not_try_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -221,6 +221,56 @@ def test_what_is_frozen_may_be_a_copy(tmp_path: Path) -> None:
     assert (tmp_path / "saved").exists()
 
 
+class Ends(nn.Module):
+    """A stage with a shared embedding, and on the last one the head that it is too; ``order`` of their registration."""
+
+    def __init__(self, order: str, seed: int = 5) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        made = {"word": nn.Embedding(3, 4), "head": nn.Linear(4, 3, bias=False)}
+        made["head"].weight = made["word"].weight
+        made["word"].weight.shared_embedding = True
+        for name in order.split():
+            self.add_module(name, made[name])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.word(x).square().sum()
+
+
+def of_ends(do: Any, path: Path, orders: list[str], seed: int) -> Tensor:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))
+    stage = Ends(orders[dist.get_rank()], seed)
+    model = DistributedDataParallel(stage, process_group=mesh.get_group("dp"), embedding_group=dist.group.WORLD)
+    optimizer = DistributedOptimizer(model)
+    model(torch.arange(3)).backward()
+    if do is save_checkpoint:
+        optimizer.step()
+    do(path, model, optimizer, pipeline_group=mesh.get_group("pp"))
+    return stage.word.weight.detach().clone()
+
+
+@pytest.mark.parametrize("last", ["word head", "head word"])
+def test_the_last_stage_may_register_its_head_first(tmp_path: Path, last: str) -> None:
+    """Its shared embedding has another first name than on the first stage."""
+    saved = simulate(of_ends, 2, save_checkpoint, tmp_path / "c", ["word", last], 1)
+    assert torch.equal(*saved)
+    for loaded in simulate(of_ends, 2, load_checkpoint, tmp_path / "c", ["word", last], 2):
+        assert torch.equal(loaded, saved[0])
+    orders = ["word head", "head word"] if last == "head word" else [last]
+    for whole in map(Ends, orders):
+        load_checkpoint(tmp_path / "c", whole)
+        assert torch.equal(whole.word.weight, saved[0])
+
+
+def test_two_parameters_are_not_loaded_into_one(tmp_path: Path) -> None:
+    """Those of an untied model, of which one would be lost."""
+    apart = Ends("word head")
+    apart.head.weight = nn.Parameter(torch.ones(3, 4))
+    save_checkpoint(tmp_path / "c", apart)
+    with pytest.raises(ValueError, match=r"'head\.weight' is missing in the model and a parameter of float32 \[3, 4\]"):
+        load_checkpoint(tmp_path / "c", Ends("word head"))
+
+
 def of_a_stage_with_experts(do: Any, path: Path, seed: int) -> dict[str, Tensor]:
     """The second of two stages has experts, of which each rank has its own; the first stage has none."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
