@@ -288,6 +288,25 @@ def test_a_load_reads_what_is_still_being_written(tmp_path: Path, released: thre
     timer.join()
 
 
+def test_memory_is_prepared_when_the_save_before_is_over(tmp_path: Path, released: threading.Event) -> None:
+    """Else what comes next would wait for the memory alone, and read what the save has not written yet."""
+    model = Everything()
+    pending = save_checkpoint(tmp_path / "c", model, extra="it", background=True)
+    threading.Timer(0.1, released.set).start()
+    prepare_background_saves(model)
+    assert pending.done()
+    assert load_checkpoint(tmp_path / "c", model) == "it"
+
+
+def test_a_save_that_has_been_waited_for_is_over(tmp_path: Path) -> None:
+    """Who asks finds nothing to do, whether or not it was in the background."""
+    for background_save in (False, True):
+        pending = save_checkpoint(tmp_path / "c", nn.Linear(2, 2), background=background_save)
+        pending.wait()
+        assert pending.done() and pending.is_over and not pending.failed()
+        pending.wait()
+
+
 def next_save_waits(folder: Path) -> list[bool]:
     """Whether each of three checkpoints was complete when the next save returned."""
     ddp, optimizer = build(use_distributed_optimizer=True)

@@ -677,6 +677,10 @@ def test_a_model_on_the_meta_device_is_refused_by_name(tmp_path: Path) -> None:
             call(tmp_path / "c", model)
     model.to_empty(device="cpu")
     load_checkpoint(tmp_path / "c", model)
+    model.register_buffer("table", torch.empty(3, device="meta"))
+    for call in (save_checkpoint, load_checkpoint):
+        with pytest.raises(ValueError, match="'table' is on the meta device, which keeps no values"):
+            call(tmp_path / "c", model)
 
 
 def test_a_module_around_sharded_ones_is_refused_by_name(tmp_path: Path) -> None:

@@ -341,6 +341,7 @@ def test_a_buffer_that_is_expanded_cannot_be_loaded_and_nothing_is(tmp_path: Pat
     def make(seed: int) -> nn.Module:
         model = Everything(seed=seed)
         model.register_buffer("mask", torch.full((1,), float(seed)).expand(4))
+        model.register_buffer("one", torch.tensor(float(seed)).expand(1))  # an element of its own
         return model
 
     save_checkpoint(tmp_path / "c", make(1))
@@ -350,7 +351,7 @@ def test_a_buffer_that_is_expanded_cannot_be_loaded_and_nothing_is(tmp_path: Pat
     assert_same(weights(model), weights(make(2)))
     model.mask = model.mask.clone()
     load_checkpoint(tmp_path / "c", model)
-    assert model.mask.tolist() == [1.0] * 4
+    assert model.mask.tolist() == [1.0] * 4 and model.one.tolist() == [1.0]
 
 
 @pytest.mark.parametrize(
@@ -532,17 +533,25 @@ def test_views_of_every_kind_are_saved_as_their_values(tmp_path: Path) -> None:
 
 
 def save_different_buffers(folder: Path) -> None:
-    ddp, optimizer = build(**ZERO1)
-    ddp.module.seen.fill_(10 + dist.get_rank())
-    save_checkpoint(folder, ddp, optimizer)
+    model = Everything()
+    for name in ("more", "again"):
+        model.register_buffer(name, torch.zeros(2))
+    ddp = wrap(model, **ZERO1)
+    for buffer in (model.more, model.again, model.seen):
+        buffer.fill_(10 + dist.get_rank())
+    save_checkpoint(folder, ddp, DistributedOptimizer(ddp))
 
 
 def test_buffers_are_the_first_ranks(tmp_path: Path) -> None:
+    """All of them: those of one layer belong together."""
     simulate(save_different_buffers, 3, tmp_path / "c")
     model = Everything()
+    for name in ("more", "again"):
+        model.register_buffer(name, torch.zeros(2))
     scratch = model.scratch.clone()
     load_checkpoint(tmp_path / "c", model)
     assert model.seen == 10
+    assert model.more.tolist() == model.again.tolist() == [10, 10]
     assert torch.equal(model.scratch, scratch)
 
 
