@@ -298,6 +298,50 @@ def test_memory_is_prepared_when_the_save_before_is_over(tmp_path: Path, release
     assert load_checkpoint(tmp_path / "c", model) == "it"
 
 
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+def test_the_next_save_waits_for_the_memory_that_is_prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And where there is none, it says so itself."""
+    happened = []
+
+    def takes_long(_: object) -> Iterator[None]:
+        happened.append("begins")
+        time.sleep(0.1)
+        happened.append("ends")
+        raise RuntimeError("no memory")
+        yield
+
+    monkeypatch.setattr(background, "_host_memory", takes_long)
+    model = nn.Linear(2, 2)
+    prepare_background_saves(model)
+    save_checkpoint(tmp_path / "c", model)
+    assert happened == ["begins", "ends"]
+    with pytest.raises(RuntimeError, match="no memory"):
+        save_checkpoint(tmp_path / "c", model, background=True)
+
+
+def test_a_save_that_is_given_up_is_completed_by_ranks_that_soon_have_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not at once, as after an error: the other ranks may be slower, and are not asked."""
+    write = background.write_rank_file
+
+    def late(path: Path, *rest: Any) -> None:
+        if path.name.startswith("rank-00001"):
+            time.sleep(0.1)
+        write(path, *rest)
+
+    monkeypatch.setattr(background, "write_rank_file", late)
+
+    def save() -> None:
+        ddp, optimizer = build(use_distributed_optimizer=True)
+        pending = save_checkpoint(tmp_path / "c", ddp, optimizer, extra="it", background=True)
+        pending.give_up()
+        pending.wait()
+
+    simulate(save, 2)
+    assert load_checkpoint(tmp_path / "c", Everything()) == "it"
+
+
 def test_a_save_that_has_been_waited_for_is_over(tmp_path: Path) -> None:
     """Who asks finds nothing to do, whether or not it was in the background."""
     for background_save in (False, True):
