@@ -459,6 +459,7 @@ def test_a_program_that_ends_gives_up_a_save_that_not_all_ranks_write(
     finally:
         first.give_up()  # where the test fails: no thread is left
     assert not (tmp_path / "c").exists()
+    assert (tmp_path / "c.incomplete" / "rank-00000.safetensors").exists(), "for all it knows the others go on writing"
 
 
 PROGRAM = """

@@ -19,6 +19,7 @@ from maingrad.ddp import (
     save_checkpoint,
 )
 from maingrad.ddp.checkpoint.files.manifest import Manifest
+from maingrad.ddp.checkpoint.source import CheckpointRanks
 from maingrad.launch import simulate
 
 LAYERS = 5
@@ -178,6 +179,43 @@ def test_stages_have_parameters_in_no_module(tmp_path: Path) -> None:
     for before, after in zip(saved, loaded, strict=True):
         assert before.keys() == after.keys()
         assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def of_two_instances(do: Any, path: Path, seed: int) -> dict[str, Tensor]:
+    mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("outer", "pp", "dp"))
+    stage = Flat(["first", "last"][mesh.get_local_rank("pp")], seed)
+    model = DistributedDataParallel(stage, process_group=mesh["outer", "dp"])
+    do(path, model, pipeline_group=mesh.get_group("pp"))
+    return {name: value.clone() for name, value in stage.state_dict().items()}
+
+
+def test_one_instance_writes_all_stages(tmp_path: Path) -> None:
+    saved = simulate(of_two_instances, 4, save_checkpoint, tmp_path / "saved", 1)
+    assert {*Manifest.read(tmp_path / "saved").nbytes} == {0, 1}
+    for before, after in zip(saved, simulate(of_two_instances, 4, load_checkpoint, tmp_path / "saved", 5), strict=True):
+        assert before.keys() == after.keys()
+        assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_ranks_of_other_stages_are_among_those_that_an_error_names() -> None:
+    def known() -> list[list[int]]:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+        model = DistributedDataParallel(nn.Linear(2, 2), process_group=mesh.get_group("tp"))
+        alone, wrapped = CheckpointRanks(), CheckpointRanks(model.grids["dense"], model.failures)
+        found = []
+        for ranks in (alone, wrapped):
+            for _ in range(2):  # the second save has the same groups
+                ranks = ranks.with_tensor(mesh.get_group("tp")).with_pipeline(mesh.get_group("pp"))
+            assert (ranks.tensor, ranks.pipeline) == (mesh.get_group("tp"), mesh.get_group("pp"))
+            assert ranks.with_tensor(None) is ranks
+            found.append(
+                [[mesh.get_group("tp"), mesh.get_group("pp")].index(grid.inner) for grid in ranks.failures.grids]
+            )
+        assert wrapped.failures is model.failures
+        return found
+
+    for alone, wrapped in simulate(known, 4):
+        assert sorted(alone) == [0, 1] and {*wrapped} == {0, 1} and wrapped.count(1) == 1
 
 
 def test_stages_with_the_same_names_are_refused(tmp_path: Path) -> None:
