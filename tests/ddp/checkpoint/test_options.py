@@ -106,3 +106,47 @@ def test_state_of_another_shape_is_made_anew(tmp_path: Path) -> None:
     load_checkpoint(tmp_path / "c", other, its)
     for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(optimizer.state[mine]["exp_avg"], its.state[theirs]["exp_avg"])
+
+
+class WithMatrices(torch.optim.SGD):
+    """Keeps a matrix beside the momentum of each parameter of a group that says so."""
+
+    per_parameter = True
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"] if group["matrices"] else ():
+                self.state[param]["matrix"] = torch.full((2, 2), 7.0)
+        return super().step(closure)
+
+
+def test_a_parameter_without_elements_steps_on_beside_a_group_with_state_of_other_shapes(tmp_path: Path) -> None:
+    """Of that group alone it is not known what state such a parameter has."""
+
+    def trained(steps: int, loads: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        linear = nn.Linear(4, 3)
+        linear.nothing = nn.Parameter(torch.empty(0, 4))
+        model: Any = fully_shard(linear, shard_atoms="whole")
+        weight, *others = model.parameters()
+        optimizer = WithMatrices(
+            [{"params": [weight], "matrices": True}, {"params": others, "matrices": False}],
+            lr=0.1,
+            momentum=0.9,
+            fused=True,
+        )
+        if loads:
+            load_checkpoint(tmp_path / "c", model, optimizer)
+        for _ in range(steps):
+            model(torch.ones(2, 4)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if not loads:
+            save_checkpoint(tmp_path / "c", model, optimizer)
+        assert optimizer.state[weight]["matrix"].sum() == 28
+        with model.unsharded():
+            return [param.detach().clone() for param in model.parameters()]
+
+    trained(1, False)
+    resumed = trained(1, True)
+    assert all(map(torch.equal, resumed, trained(2, False)))
