@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.optim import optimizer as torch_optimizer
+from torch.utils import _foreach_utils
 from torch.utils.checkpoint import checkpoint
 
 from maingrad.ddp import torch_internals as internals
@@ -129,6 +130,7 @@ class Marked(Tensor):
 def test_foreach_forms_take_a_class_that_was_let_in() -> None:
     internals.let_foreach_take(Marked)
     internals.let_foreach_take(Marked)
+    assert _foreach_utils._foreach_supported_types.count(Marked) == 1, f"{TORCH}: torch.utils._foreach_utils"
     param = nn.Parameter(torch.ones(2))
     param.grad = torch.full((2,), 3.0).as_subclass(Marked)
     assert nn.utils.clip_grad_norm_([param], 1.0, foreach=True) == pytest.approx(18**0.5), f"{TORCH}: _foreach_utils"

@@ -123,6 +123,10 @@ BOXES = (*UP, "boxes")
 EDITS: dict[str, tuple[tuple[str | int, ...], Any]] = {
     "version: true": (("version",), True),
     "version: 1.0": (("version",), 1.0),
+    "version: missing": (("version",), DELETED),
+    "format: missing": (("format",), DELETED),
+    "byteorder: missing": (("byteorder",), DELETED),
+    "checksum: missing": (("checksum",), DELETED),
     "shape: '34'": ((*UP, "shape"), "34"),
     "shape: Infinity": ((*UP, "shape"), [float("inf"), 15]),
     "shape: a fraction": ((*UP, "shape"), [17.0, 15]),
@@ -136,6 +140,7 @@ EDITS: dict[str, tuple[tuple[str | int, ...], Any]] = {
     "buffer: 1": ((*UP, "is_buffer"), 1),
     "buffer: true": ((*UP, "is_buffer"), True),
     "group: true": ((*UP, "group"), True),
+    "group: a fraction": ((*UP, "group"), 0.0),
     "group: that is not there": ((*UP, "group"), 7),
     "master: 1": (MASTER, 1),
     "master: none": (MASTER, DELETED),

@@ -313,7 +313,7 @@ def save_with_trouble_on_rank_1(folder: Path, trouble: str) -> str:
     ddp, optimizer = build(**ZERO1)
     rank = dist.get_rank()
     if trouble == "path" and rank == 1:
-        folder = folder.with_name("elsewhere")
+        folder = folder.parent / "elsewhere" / folder.name
     if trouble == "optimizer" and rank == 1:
         optimizer = None
     if trouble == "value" and rank == 1:
@@ -323,7 +323,7 @@ def save_with_trouble_on_rank_1(folder: Path, trouble: str) -> str:
 
 
 TROUBLE = {
-    "path": r"all ranks save to and load from one folder, and were given \['.*/c', '.*/elsewhere'\]",
+    "path": r"all ranks save to and load from one folder, and were given \['.*/c', '.*/elsewhere/c'\]",
     "optimizer": "ValueError: some ranks give an optimizer and some do not",
     "value": r"ValueError: option 'note' of parameter group 0 is a object, .* \(on rank 1\)",
     "extra": r"TypeError: extra must be something that JSON holds .* \(on rank 0\)",
@@ -612,7 +612,11 @@ def test_extra_that_is_nested_too_deeply_is_refused(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("extra", [torch.bfloat16, {"dtype": [torch.float32]}, Path("x"), nn.Identity()])
+CIRCULAR: list[Any] = [1]
+CIRCULAR.append(CIRCULAR)
+
+
+@pytest.mark.parametrize("extra", [torch.bfloat16, {"dtype": [torch.float32]}, Path("x"), nn.Identity(), CIRCULAR])
 def test_extra_comes_back_as_it_was_or_is_refused(tmp_path: Path, extra: Any) -> None:
     with pytest.raises(TypeError, match="extra must be something that JSON holds"):
         save_checkpoint(tmp_path / "c", nn.Linear(2, 2), extra=extra)

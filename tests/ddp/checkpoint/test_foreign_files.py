@@ -10,7 +10,14 @@ import torch
 from torch import nn
 
 from maingrad.ddp import load_checkpoint, save_checkpoint
-from maingrad.ddp.checkpoint.files.folder import Staging, is_complete, is_left_to_delete, remove
+from maingrad.ddp.checkpoint.files.folder import (
+    Staging,
+    belongs_to_checkpoint,
+    is_complete,
+    is_left_to_delete,
+    remove,
+)
+from maingrad.ddp.checkpoint.files.rank_file import file_name
 from maingrad.ddp.collectives.failure_report import CollectiveError
 
 
@@ -79,6 +86,12 @@ def test_a_file_of_somebody_elses_is_kept(name: str, make, tmp_path: Path) -> No
     saved(tmp_path / "c", 2)
     remove(tmp_path / "c")
     assert not (tmp_path / "c").exists()
+
+
+def test_names_of_ours_are_those_of_any_number_of_ranks() -> None:
+    for name in ("maingrad.json", "maingrad.saving", *map(file_name, (0, 99_999, 100_000, 999_999_999))):
+        assert belongs_to_checkpoint(name) and belongs_to_checkpoint(f"{name}.tmp"), name
+        assert not belongs_to_checkpoint(f"{name}.old") and not belongs_to_checkpoint(f"my-{name}")
 
 
 def test_a_checkpoint_of_torchs_is_kept(tmp_path: Path) -> None:

@@ -41,12 +41,12 @@ def test_a_group_keeps_the_names_that_the_program_gave(tmp_path: Path, here: boo
 def test_a_tensor_that_the_program_has_not_yet_comes_as_a_tensor(tmp_path: Path) -> None:
     """A schedule adds ``initial_lr`` when it is made, which may be after the load."""
     model, optimizer = build(optimizer={"lr": torch.tensor(0.25)})
-    optimizer.param_groups[0]["initial_lr"] = torch.tensor(0.5)
+    optimizer.param_groups[0]["initial_lr"] = torch.tensor(0.1, dtype=torch.float64)
     save_checkpoint(tmp_path / "c", model, optimizer)
     model, optimizer = build(optimizer={"lr": torch.tensor(1.0)})
     load_checkpoint(tmp_path / "c", model, optimizer)
     first = optimizer.param_groups[0]["initial_lr"]
-    assert isinstance(first, torch.Tensor) and first == 0.5
+    assert isinstance(first, torch.Tensor) and first.dtype is torch.float64 and first.item() == 0.1
 
 
 @pytest.mark.parametrize("place", [0, 1])

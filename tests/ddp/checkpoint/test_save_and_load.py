@@ -356,8 +356,14 @@ def test_a_buffer_that_is_expanded_cannot_be_loaded_and_nothing_is(tmp_path: Pat
 
 @pytest.mark.parametrize(
     "there, here",
-    [(0.25, torch.tensor(0.5)), (torch.tensor(0.25), 0.5), (0.25, torch.tensor([0.5]))],
-    ids=["to", "from", "to a row"],
+    [
+        (0.25, torch.tensor(0.5)),
+        (torch.tensor(0.25), 0.5),
+        (0.25, torch.tensor([0.5])),
+        (torch.tensor([0.25]), 0.5),
+        (torch.tensor([0.25]), torch.tensor(0.5)),
+    ],
+    ids=["to", "from", "to a row", "from a row", "from a row to a scalar"],
 )
 def test_a_learning_rate_in_a_tensor_stays_where_it_is(tmp_path: Path, there: Any, here: Any) -> None:
     model, optimizer = build(optimizer={"lr": there})
