@@ -245,6 +245,10 @@ MISFITS: dict[str, tuple[Callable[[], tuple[Any, Any]], str]] = {
         lambda: with_changes(optimizer_class=torch.optim.SGD, momentum=0.9),
         "the checkpoint has the state of AdamW, and this optimizer is SGD, which keeps other moments",
     ),
+    "optimizer of a name like it": (
+        lambda: with_changes(optimizer_class=torch.optim.Adam),
+        "the checkpoint has the state of AdamW, and this optimizer is Adam, which keeps other moments",
+    ),
     "groups": (
         lambda: with_changes(param_groups=[{"params": "cube", "lr": 0.0}]),
         r"'\S+' is in parameter group \d of 2 and was in parameter group 0 of 1 when the checkpoint was saved",
