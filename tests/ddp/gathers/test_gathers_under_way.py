@@ -5,7 +5,11 @@ must stay as it is. A backend that is fast hides both.
 """
 
 import copy
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +18,11 @@ from strict_gathers import strict_gathers
 from torch import Tensor, nn
 
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
+from maingrad.ddp.collectives.in_flight import InFlight
+from maingrad.ddp.collectives.rank_grid import RankGrid
+from maingrad.ddp.gathers import param_gather
+from maingrad.ddp.gathers.param_gather import ParamGather, guard_reads
+from maingrad.ddp.gathers.waiting_params import call_before_forward, have_wait, is_waiting_hook, let_go
 from maingrad.launch import simulate
 
 RANKS = 2
@@ -128,3 +137,127 @@ def test_memory_that_nobody_asks_for_has_arrived(how: str) -> None:
     with strict_gathers() as launched:
         simulate(train, RANKS)
     assert launched
+
+
+# ---- One gather, of which a test says when it ends. ----
+
+
+class Opinionated(nn.Parameter):
+    """A class of parameters with a ``__torch_function__`` of its own."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+class Watched:
+    """A ``ParamGather`` of two parameters; ``ends`` are called by those who wait, one for each gather."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, cls: type[nn.Parameter] = nn.Parameter) -> None:
+        self.module = nn.Linear(2, 2)
+        self.module.bias = cls(torch.ones(2))
+        self.ends: list[Callable[[], None]] = []
+        self.reported: list[tuple[str, str]] = []
+        reporter: Any = SimpleNamespace(watch=self.watch)
+        params = [*self.module.parameters()]
+        self.gather = ParamGather("bucket 3", torch.zeros(6), params, RankGrid(None, None, None), reporter)
+        monkeypatch.setattr(param_gather, "all_gather_shards", self.launch)
+
+    def launch(self, flat: Tensor, group: object, *, on_stream: bool) -> InFlight:
+        return InFlight(SimpleNamespace(wait=self.ends.pop(0)), (flat,))
+
+    @contextmanager
+    def watch(self, what: str, bucket: str) -> Iterator[None]:
+        yield
+        self.reported.append((what, bucket))
+
+    def start(self) -> None:
+        self.gather.start(None)
+        guard_reads([self.module], [self.gather])
+
+    def waits(self) -> list[bool]:
+        """Whether each parameter waits, and the module."""
+        return [
+            *(type(each) is not nn.Parameter for each in self.module.parameters()),
+            bool(self.module._forward_pre_hooks),
+        ]
+
+
+def test_a_gather_that_another_thread_starts_while_one_is_waited_for_stays_under_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Or the next reader would not wait for it."""
+    one = Watched(monkeypatch)
+    one.ends = [one.start, lambda: None]
+    one.start()
+    assert one.waits() == [True] * 3
+    one.gather.wait()
+    assert one.gather.under_way and one.waits() == [True] * 3
+    one.module(torch.ones(1, 2))
+    assert not one.gather.under_way and one.waits() == [False] * 3 and not one.gather.unhook
+    assert one.reported == [("all_gather", "bucket 3")] * 2, "an error that ends the wait would be told with these"
+
+
+def test_parameters_that_wait_for_one_gather_wait_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step whose parameters nobody has read since the one before."""
+    one = Watched(monkeypatch)
+    arrived: list[int] = []
+    one.ends = [lambda: arrived.append(1), lambda: arrived.append(2)]
+    one.start()
+    one.start()
+    assert one.waits() == [True] * 3 and not arrived
+    assert one.module.weight.sum().isfinite() and arrived == [2]
+    assert one.waits() == [False] * 3
+
+
+def test_a_bucket_with_a_parameter_that_cannot_wait_is_waited_for_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = Watched(monkeypatch, Opinionated)
+    arrived: list[int] = []
+    one.ends = [lambda: arrived.append(1)]
+    one.start()
+    assert arrived == [1] and not one.gather.under_way
+    assert type(one.module.weight) is nn.Parameter and type(one.module.bias) is Opinionated
+    assert not one.module._forward_pre_hooks and not one.gather.unhook
+
+
+def test_where_a_rank_is_alone_nothing_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = Watched(monkeypatch)
+    monkeypatch.undo()
+    one.start()
+    assert one.waits() == [False] * 3
+
+
+def test_a_compiled_module_keeps_no_gather(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may outlive the wrapper and the optimizer."""
+    one = Watched(monkeypatch)
+    vars(one.module)["_compiled_call_impl"] = lambda x: x + 1
+    one.ends = [lambda: None]
+    one.start()
+    assert one.module(torch.ones(1)) == 2 and not one.gather.under_way
+    gone = weakref.ref(one.gather)
+    del one.gather
+    assert gone() is None
+    assert one.module(torch.ones(1)) == 2
+
+
+def test_two_threads_may_find_that_a_parameter_has_arrived() -> None:
+    """Each of them makes it plain again."""
+
+    class Named(nn.Parameter):
+        """A user's own class."""
+
+    for cls in (nn.Parameter, Named):
+        param = cls(torch.ones(2))
+        have_wait(param, lambda: None)
+        assert type(param) is not cls
+        for _ in range(2):
+            let_go(param)
+            assert type(param) is cls and "_maingrad_wait" not in vars(param)
+
+
+def test_hooks_of_others_wait_for_no_gather() -> None:
+    module = nn.Linear(2, 2)
+    module.register_forward_pre_hook(lambda *_: None)
+    module._forward_pre_hooks["theirs"] = lambda *_: None  # type: ignore[index, assignment]
+    call_before_forward(module, "bucket 3", lambda: None)
+    assert [is_waiting_hook(key) for key in module._forward_pre_hooks] == [True, False, False]
