@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpointed import build, take_steps
+from reachable import nbytes_of, reachable_tensors
 from torch import nn
 
 from maingrad.ddp import load_checkpoint, save_checkpoint
@@ -150,3 +151,12 @@ def test_a_parameter_without_elements_steps_on_beside_a_group_with_state_of_othe
     trained(1, False)
     resumed = trained(1, True)
     assert all(map(torch.equal, resumed, trained(2, False)))
+
+
+def test_a_save_leaves_no_copies_of_compact_state_behind(tmp_path: Path) -> None:
+    """It is saved as masters and moments in fp32, which are made for the save."""
+    model, optimizer = build(torch.bfloat16, optimizer={"state": "compact"}, use_distributed_optimizer=True)
+    take_steps(model, optimizer, range(1), 0)
+    before = nbytes_of(reachable_tensors(model, optimizer))
+    save_checkpoint(tmp_path / "c", model, optimizer)
+    assert nbytes_of(reachable_tensors(model, optimizer)) == before
