@@ -281,6 +281,28 @@ def test_a_checkpoint_of_another_model_is_named_with_the_remedy(tmp_path: Path) 
     assert torch.equal(other.weight, before)
 
 
+def test_the_first_misfits_are_named_and_a_slice_that_fits_is_none(tmp_path: Path) -> None:
+    """A mark of Megatron's does not say that there are other slices."""
+
+    def make(*more: str) -> nn.Module:
+        model = nn.Linear(4, 4)
+        model.weight.tensor_model_parallel = True  # type: ignore[attr-defined]
+        for name in more:
+            model.register_buffer(name, torch.zeros(3))
+        return model
+
+    def save() -> None:
+        save_checkpoint(tmp_path / "c", wrap(make()))
+
+    simulate(save, 2)
+    load_checkpoint(tmp_path / "c", make())
+    lacks = "'{}' is a buffer of float32 [3] in the model and missing in the checkpoint"
+    with pytest.raises(ValueError, match="does not fit this model") as raised:
+        load_checkpoint(tmp_path / "c", make("one", "two", "three", "four"))
+    named = "; ".join(lacks.format(name) for name in ("one", "two", "three"))
+    assert f"does not fit this model: {named}; load it into a model that is built as" in str(raised.value)
+
+
 def test_a_parameter_in_another_group_is_named(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "c", *with_changes(param_groups=[{"params": "cube", "lr": 0.0}]))
     with pytest.raises(

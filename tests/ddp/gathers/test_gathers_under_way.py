@@ -7,6 +7,7 @@ must stay as it is. A backend that is fast hides both.
 import copy
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig,
 from maingrad.ddp.collectives.in_flight import InFlight
 from maingrad.ddp.collectives.rank_grid import RankGrid
 from maingrad.ddp.gathers import param_gather
+from maingrad.ddp.gathers.gathered_models import GatheredModel, gathered_models, record_gathered_model
 from maingrad.ddp.gathers.param_gather import ParamGather, guard_reads
 from maingrad.ddp.gathers.waiting_params import call_before_forward, have_wait, is_waiting_hook, let_go
 from maingrad.launch import simulate
@@ -255,9 +257,36 @@ def test_two_threads_may_find_that_a_parameter_has_arrived() -> None:
             assert type(param) is cls and "_maingrad_wait" not in vars(param)
 
 
-def test_hooks_of_others_wait_for_no_gather() -> None:
-    module = nn.Linear(2, 2)
-    module.register_forward_pre_hook(lambda *_: None)
-    module._forward_pre_hooks["theirs"] = lambda *_: None  # type: ignore[index, assignment]
-    call_before_forward(module, "bucket 3", lambda: None)
-    assert [is_waiting_hook(key) for key in module._forward_pre_hooks] == [True, False, False]
+@pytest.mark.parametrize("theirs", [["first"], ["first", "second"]])
+def test_hooks_of_others_wait_for_no_gather_and_come_after_it(theirs: list[str]) -> None:
+    module, called = nn.Linear(2, 2), []
+    for name in theirs:
+        module.register_forward_pre_hook(lambda *_, name=name: called.append(name))
+    unhook = call_before_forward(module, "bucket 3", lambda: called.append("gather"))
+    assert [is_waiting_hook(key) for key in module._forward_pre_hooks] == [True, *(False for _ in theirs)]
+    module(torch.ones(1, 2))
+    assert called == ["gather", *theirs]
+    unhook()
+    unhook()  # by another thread
+    module._forward_pre_hooks["a name"] = lambda *_: None  # type: ignore[index, assignment]
+    assert not any(map(is_waiting_hook, module._forward_pre_hooks))
+
+
+def test_models_are_known_to_the_thread_that_uses_them_as_long_as_they_live() -> None:
+    """Each simulated rank is a thread."""
+
+    class Model(GatheredModel):
+        def finish(self) -> None: ...
+
+    model, another = Model(), Model()
+    before = gathered_models()
+    for _ in range(2):
+        record_gathered_model(model)
+    record_gathered_model(another)
+    assert {*gathered_models()} - {*before} == {model, another}
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(gathered_models).result() == []
+    gone = weakref.ref(another)
+    del another
+    assert gone() is None
+    assert [each for each in gathered_models() if each not in before] == [model]
