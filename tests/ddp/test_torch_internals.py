@@ -37,7 +37,7 @@ class WorklessGroup:
         output.copy_(torch.cat([input, input]))
 
     def scatter(self, output: torch.Tensor, input: torch.Tensor, options: Any) -> None:
-        assert not options.asyncOp
+        assert not options.asyncOp and options.reduceOp == dist.ReduceOp.MAX
         output.copy_(2 * input[: output.numel()])
 
     all_gather_single = _allgather_base = gather
@@ -50,7 +50,7 @@ def test_a_collective_on_the_current_stream_has_something_to_wait_for() -> None:
     flat, shard = torch.zeros(4), torch.ones(2)
     assert distributed.start_all_gather(flat, shard, group, on_stream=True).wait()
     assert flat.tolist() == [1, 1, 1, 1]
-    work = distributed.start_reduce_scatter(shard, flat, torch.distributed.ReduceOp.SUM, group, on_stream=True)
+    work = distributed.start_reduce_scatter(shard, flat, dist.ReduceOp.MAX, group, on_stream=True)
     assert work.wait()
     assert shard.tolist() == [2, 2]
 
@@ -157,8 +157,11 @@ def test_a_checkpointed_region_and_its_recompute_are_seen() -> None:
 
 
 def test_hooks_of_others_are_no_region() -> None:
+    assert not internals.are_saves_packed()
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
         assert internals.checkpointed_region() is None
+        assert internals.are_saves_packed()
+    assert not internals.are_saves_packed()
 
 
 def test_hooks_of_a_checkpoint_with_other_names_are_said() -> None:
@@ -245,6 +248,18 @@ def test_a_group_gives_away_its_store_its_backend_and_its_timeout(default_group:
     cpu = torch.device("cpu")
     assert type(distributed.backend_on(default_group, cpu)).__name__ == "ProcessGroupGloo", f"{TORCH}: _get_backend"
     assert distributed.timeout_on(default_group, cpu) == timedelta(seconds=77), f"{TORCH}: options._timeout"
+
+
+def test_groups_of_their_members_have_names_of_their_own(default_group: dist.ProcessGroup) -> None:
+    """Whatever groups a program makes of the same ranks before and after, which are counted as without them."""
+    own = [dist.new_group([0], use_local_synchronization=True) for _ in range(2)]
+    made = [distributed.new_group_of_members([0]) for _ in range(3)]
+    own += [dist.new_group([0], use_local_synchronization=True) for _ in range(2)]
+    assert len({group.group_name for group in (*own, *made)}) == 7, f"{TORCH}: _world.group_count"
+    with pytest.raises(TypeError):
+        distributed.new_group_of_members([0], no_such_option=True)
+    own.append(dist.new_group([0], use_local_synchronization=True))
+    assert len({group.group_name for group in (*own, *made)}) == 8
 
 
 def test_an_all_gather_and_a_reduce_scatter_are_started_below_the_public_functions(

@@ -319,6 +319,26 @@ def test_the_next_save_waits_for_the_memory_that_is_prepared(tmp_path: Path, mon
         save_checkpoint(tmp_path / "c", model, background=True)
 
 
+def test_the_memory_that_is_prepared_is_what_a_save_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For weights, masters and moments."""
+    taken: dict[str, list[int]] = {}
+    original = background._host_memory
+
+    def noted(parts: Any) -> Iterator[Any]:
+        sizes = taken.setdefault(threading.current_thread().name, [])
+        for each in original(parts):
+            sizes.append(each[2].nbytes)
+            yield each
+
+    monkeypatch.setattr(background, "_host_memory", noted)
+    model, optimizer = build(torch.bfloat16, use_distributed_optimizer=True)
+    take_steps(model, optimizer, [0], 0)
+    prepare_background_saves(model, optimizer)
+    save_checkpoint(tmp_path / "c", model, optimizer, background=True).wait()
+    assert taken["memory of saves"] == taken[threading.current_thread().name]
+    assert len(taken["memory of saves"]) > 3 * len([*model.module.parameters()])
+
+
 def test_a_save_that_is_given_up_is_completed_by_ranks_that_soon_have_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -638,6 +638,15 @@ def test_extra_that_is_nested_too_deeply_is_refused(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_extra_that_is_too_long_to_be_read_again_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("maingrad.ddp.checkpoint.files.manifest.MOST_BYTES", 10_000)
+    save_checkpoint(tmp_path / "c", nn.Linear(2, 2), extra="x" * 5_000)
+    with pytest.raises(ValueError, match=r"the manifest has \d+ bytes, and 10000 at most are read again: keep less in"):
+        save_checkpoint(tmp_path / "c", nn.Linear(2, 2), extra="x" * 20_000)
+    assert load_checkpoint(tmp_path / "c", nn.Linear(2, 2)) == "x" * 5_000
+    assert [each.name for each in tmp_path.iterdir()] == ["c"]
+
+
 CIRCULAR: list[Any] = [1]
 CIRCULAR.append(CIRCULAR)
 

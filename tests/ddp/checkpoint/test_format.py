@@ -240,6 +240,8 @@ def test_buffers_of_every_dtype_come_back(tmp_path: Path, dtype: torch.dtype) ->
         other.register_buffer(name, torch.zeros_like(buffer))
     save_checkpoint(tmp_path / "c", model)
     load_checkpoint(tmp_path / "c", other)
+    in_file = load_file(tmp_path / "c" / "rank-00000.safetensors")["model.table"]  # or its bytes, along one more dim
+    assert in_file.shape == (model.table.shape if in_file.dtype is dtype else (*model.table.shape, dtype.itemsize))
     for name, buffer in model.named_buffers():
         found = other.get_buffer(name)
         assert found.dtype is dtype or name == "odd"

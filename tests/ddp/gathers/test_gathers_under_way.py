@@ -24,7 +24,13 @@ from maingrad.ddp.collectives.rank_grid import RankGrid
 from maingrad.ddp.gathers import param_gather
 from maingrad.ddp.gathers.gathered_models import GatheredModel, gathered_models, record_gathered_model
 from maingrad.ddp.gathers.param_gather import ParamGather, guard_reads
-from maingrad.ddp.gathers.waiting_params import call_before_forward, have_wait, is_waiting_hook, let_go
+from maingrad.ddp.gathers.waiting_params import (
+    call_before_forward,
+    have_wait,
+    is_waiting_hook,
+    let_go,
+    params_in_forward,
+)
 from maingrad.launch import simulate
 
 RANKS = 2
@@ -220,6 +226,48 @@ def test_a_bucket_with_a_parameter_that_cannot_wait_is_waited_for_at_once(monkey
     assert arrived == [1] and not one.gather.under_way
     assert type(one.module.weight) is nn.Parameter and type(one.module.bias) is Opinionated
     assert not one.module._forward_pre_hooks and not one.gather.unhook
+
+
+@pytest.mark.parametrize("under_way", [False, True])
+def test_reads_are_refused_until_they_are_allowed(monkeypatch: pytest.MonkeyPatch, under_way: bool) -> None:
+    """In a capture, where no gather can come: of parameters, and in the module's forward."""
+    one = Watched(monkeypatch)
+    arrived: list[int] = []
+    one.ends = [lambda: arrived.append(1), lambda: arrived.append(2)]
+    if under_way:
+        one.gather.start(None)
+    guard_reads([one.module], [one.gather], "no {name} in a capture")
+    for read in (one.module.weight.sum, one.gather.wait, lambda: one.module(torch.ones(1, 2))):
+        with pytest.raises(RuntimeError, match=r"^no bucket 3 in a capture$"):
+            read()
+    assert one.waits() == [True] * 3 and not arrived
+    one.gather.allow_reads()
+    assert one.waits() == [False] * 3 and arrived == [1] * under_way
+    one.ends = [lambda: arrived.append(3)]
+    one.start()
+    one.gather.allow_reads()  # nothing is refused, and the gather goes on
+    assert one.waits() == [True] * 3 and 3 not in arrived
+
+
+def test_a_forward_has_the_parameters_of_containers_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their own ``forward`` is none, and other children wait in theirs."""
+    one, around = Watched(monkeypatch), nn.Module()
+    around.weights = nn.ParameterList([one.module.weight])
+    one.ends = [lambda: None]
+    one.gather.start(None)
+    guard_reads([one.module, around, around.weights], [one.gather])
+    assert len(around._forward_pre_hooks) == 1
+    one.gather.wait()
+    assert not around._forward_pre_hooks
+
+    module = nn.Linear(2, 2, bias=False)
+    module.listed = nn.ParameterList([torch.ones(1)])
+    module.named = nn.ParameterDict({"one": torch.ones(1)})
+    module.held = nn.ModuleList([nn.Linear(2, 2), nn.ParameterList([torch.ones(1)])])
+    module.child = nn.Linear(2, 2)
+    expected = [module.weight, *module.listed, *module.named.values(), *module.held[1]]
+    found = [param for param in params_in_forward(module) if param is not None]
+    assert [id(param) for param in found] == [id(param) for param in expected]
 
 
 def test_where_a_rank_is_alone_nothing_waits(monkeypatch: pytest.MonkeyPatch) -> None:
