@@ -126,6 +126,7 @@ EDITS: dict[str, tuple[tuple[str | int, ...], Any]] = {
     "version: missing": (("version",), DELETED),
     "format: missing": (("format",), DELETED),
     "byteorder: missing": (("byteorder",), DELETED),
+    "checksum: a word": (("checksum",), "none"),
     "checksum: missing": (("checksum",), DELETED),
     "shape: '34'": ((*UP, "shape"), "34"),
     "shape: Infinity": ((*UP, "shape"), [float("inf"), 15]),

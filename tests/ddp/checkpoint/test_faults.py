@@ -373,6 +373,15 @@ def test_trouble_on_one_rank_is_an_error_on_all(tmp_path: Path, run: Callable[..
     assert not (tmp_path / "c").exists()
 
 
+def test_a_load_is_alike_on_all_ranks_too(pristine: Path) -> None:
+    def load() -> str:
+        ddp, optimizer = build(torch.bfloat16, **ZERO1)
+        return errors_of(load_checkpoint, pristine, ddp, optimizer if dist.get_rank() == 0 else None)
+
+    for said in simulate(load, 2):
+        assert said.startswith("ValueError: some ranks give an optimizer and some do not: all of them, or none")
+
+
 def load_damaged_on_real_ranks(folder: Path, name: str) -> str:
     if name == "optimizer of rank 1" and dist.get_rank() == 1:
         return errors_of(lambda: load_checkpoint(folder, *MISFITS["optimizer"][0]()))

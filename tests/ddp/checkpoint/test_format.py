@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import resource
 import shutil
 import zlib
 from pathlib import Path
@@ -212,6 +213,27 @@ def test_more_files_are_read_than_a_process_may_open_at_first(tmp_path: Path) ->
     assert len(list((tmp_path / "c").glob("rank-*"))) > 32
     done = run_python("-c", LOADS_WITH_FEW_FILES, tmp_path / "c")
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("hard", [resource.RLIM_INFINITY, 3])
+def test_a_process_is_allowed_as_many_files_as_a_load_opens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hard: int
+) -> None:
+    """Where it may have no more, the load tries all the same: others of the process's files may be closed by then."""
+    save_checkpoint(tmp_path / "c", nn.Linear(4, 4))
+    asked: list[tuple[int, int]] = []
+
+    def allow(kind: int, limits: tuple[int, int]) -> None:
+        assert kind == resource.RLIMIT_NOFILE
+        asked.append(limits)
+        if hard == 3:
+            raise ValueError("not allowed to raise maximum limit")
+
+    monkeypatch.setattr(resource, "setrlimit", allow)
+    for soft in (1, 2, 100):
+        monkeypatch.setattr(resource, "getrlimit", lambda kind, soft=soft: (soft, hard))
+        load_checkpoint(tmp_path / "c", nn.Linear(4, 4))
+    assert asked == [(2, hard)]
 
 
 # ---- Kinds of elements. ----

@@ -384,20 +384,20 @@ def test_hybrid_ranks_and_a_checkpoint(tmp_path: Any, monkeypatch: pytest.Monkey
     """
     monkeypatch.setattr(step_check.StepCheck, "finish", lambda self: None)
 
-    def on_each_rank(saves: bool) -> str:
+    def on_each_rank(saves: str) -> str:
         job = Job("zero1", num_distributed_optimizer_instances=2)
 
         def run() -> None:
             for step in range(4):
                 skips_after_the_forward(job, bad=step == (1 if dist.get_rank() == 2 else 2), step=step)
             if saves:
-                save_checkpoint(tmp_path / "saved", job.model, job.optimizer)
+                save_checkpoint(tmp_path / "saved", job.model, job.optimizer if saves == "all" else None)
             else:
                 job.train(4)
 
         return refusal(run)
 
-    for saves in (False, True):
+    for saves in ("", "all", "weights"):
         found = simulate(on_each_rank, 4, saves)
         assert len(set(found)) == 1
         assert "forwards whose gradients were not used: 0 on ranks 0, 1, 3, 1 on rank 2" in found[0], found[0]
