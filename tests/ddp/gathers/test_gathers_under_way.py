@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from maingrad.ddp.collectives.in_flight import InFlight
 from maingrad.ddp.collectives.rank_grid import RankGrid
+from maingrad.ddp.collectives.timeline import Observer
 from maingrad.ddp.gathers import param_gather
 from maingrad.ddp.gathers.gathered_models import GatheredModel, gathered_models, record_gathered_model
 from maingrad.ddp.gathers.param_gather import ParamGather, guard_reads
@@ -204,6 +205,22 @@ def test_a_gather_that_another_thread_starts_while_one_is_waited_for_stays_under
     one.module(torch.ones(1, 2))
     assert not one.gather.under_way and one.waits() == [False] * 3 and not one.gather.unhook
     assert one.reported == [("all_gather", "bucket 3")] * 2, "an error that ends the wait would be told with these"
+
+
+def test_a_gather_is_launched_when_this_ranks_shard_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = Watched(monkeypatch)
+    happened: list[object] = []
+
+    class Noting(Observer):
+        def launch(
+            self, bucket: str, collective: str, nbytes: Callable[[], int], start: Callable[[], InFlight]
+        ) -> InFlight:
+            happened.append((bucket, collective, nbytes()))
+            return start()
+
+    one.ends = [lambda: None]
+    one.gather.start(None, Noting(), fill=lambda: happened.append("the shard"))
+    assert happened == ["the shard", ("bucket 3", "all_gather", 24)]
 
 
 def test_parameters_that_wait_for_one_gather_wait_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
