@@ -149,6 +149,10 @@ def load_checkpoint(
                 for name, there in sets.here_of(manifest.tensors).items()
                 if elsewhere.isdisjoint((model_name := name.rpartition("@")[2], model_name.rpartition(".")[0]))
             }
+            # A shared embedding may have another first name on each stage. Then it is there under both.
+            for alias, first in held.tensors.tied.items():
+                if first in stored and not {(alias, first), (first, alias)}.isdisjoint(manifest.tied.items()):
+                    stored.pop(alias, None)
             entries = {name: manifest.tensors[there] for name, there in stored.items()}
             holding, adopts = _with_on_demand(_with_sets(held, stored), source.module, entries)
             _check_fits(target, manifest, entries, holding, sets)

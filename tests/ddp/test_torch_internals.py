@@ -1,7 +1,9 @@
 """torch's private names that the wrappers use: where a torch version lacks one, the test says which one."""
 
 import re
+import sys
 import threading
+import warnings
 from collections.abc import Iterator
 from datetime import timedelta
 from types import SimpleNamespace
@@ -16,11 +18,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.optim import optimizer as torch_optimizer
+from torch.utils import _foreach_utils
 from torch.utils.checkpoint import checkpoint
 
 from maingrad.ddp import torch_internals as internals
 from maingrad.ddp.contract.delay_blocks import current_checkpoint
 from maingrad.ddp.torch_internals import distributed
+from maingrad.kernels.compat import private_name
 
 TORCH = f"torch {torch.__version__} broke maingrad.ddp.torch_internals"
 
@@ -33,7 +37,7 @@ class WorklessGroup:
         output.copy_(torch.cat([input, input]))
 
     def scatter(self, output: torch.Tensor, input: torch.Tensor, options: Any) -> None:
-        assert not options.asyncOp
+        assert not options.asyncOp and options.reduceOp == dist.ReduceOp.MAX
         output.copy_(2 * input[: output.numel()])
 
     all_gather_single = _allgather_base = gather
@@ -46,7 +50,7 @@ def test_a_collective_on_the_current_stream_has_something_to_wait_for() -> None:
     flat, shard = torch.zeros(4), torch.ones(2)
     assert distributed.start_all_gather(flat, shard, group, on_stream=True).wait()
     assert flat.tolist() == [1, 1, 1, 1]
-    work = distributed.start_reduce_scatter(shard, flat, torch.distributed.ReduceOp.SUM, group, on_stream=True)
+    work = distributed.start_reduce_scatter(shard, flat, dist.ReduceOp.MAX, group, on_stream=True)
     assert work.wait()
     assert shard.tolist() == [2, 2]
 
@@ -126,6 +130,7 @@ class Marked(Tensor):
 def test_foreach_forms_take_a_class_that_was_let_in() -> None:
     internals.let_foreach_take(Marked)
     internals.let_foreach_take(Marked)
+    assert _foreach_utils._foreach_supported_types.count(Marked) == 1, f"{TORCH}: torch.utils._foreach_utils"
     param = nn.Parameter(torch.ones(2))
     param.grad = torch.full((2,), 3.0).as_subclass(Marked)
     assert nn.utils.clip_grad_norm_([param], 1.0, foreach=True) == pytest.approx(18**0.5), f"{TORCH}: _foreach_utils"
@@ -152,8 +157,11 @@ def test_a_checkpointed_region_and_its_recompute_are_seen() -> None:
 
 
 def test_hooks_of_others_are_no_region() -> None:
+    assert not internals.are_saves_packed()
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
         assert internals.checkpointed_region() is None
+        assert internals.are_saves_packed()
+    assert not internals.are_saves_packed()
 
 
 def test_hooks_of_a_checkpoint_with_other_names_are_said() -> None:
@@ -188,8 +196,12 @@ def test_hooks_of_a_tensor_are_seen() -> None:
     late.remove()
     early = x.register_hook(lambda grad: None)
     assert internals.has_tensor_hooks(x) and internals.is_hooked(x), f"{TORCH}: _backward_hooks"
+    assert internals.hook_keys([torch.ones(2, requires_grad=True), x]) == [early.id]
+    late = x.register_post_accumulate_grad_hook(lambda param: None)
+    assert internals.hook_keys([x]) == [early.id, late.id]
+    late.remove()
     early.remove()
-    assert not internals.is_hooked(x)
+    assert not internals.is_hooked(x) and internals.hook_keys([x]) == []
 
 
 class MarkedParameter(nn.Parameter):
@@ -236,6 +248,18 @@ def test_a_group_gives_away_its_store_its_backend_and_its_timeout(default_group:
     cpu = torch.device("cpu")
     assert type(distributed.backend_on(default_group, cpu)).__name__ == "ProcessGroupGloo", f"{TORCH}: _get_backend"
     assert distributed.timeout_on(default_group, cpu) == timedelta(seconds=77), f"{TORCH}: options._timeout"
+
+
+def test_groups_of_their_members_have_names_of_their_own(default_group: dist.ProcessGroup) -> None:
+    """Whatever groups a program makes of the same ranks before and after, which are counted as without them."""
+    own = [dist.new_group([0], use_local_synchronization=True) for _ in range(2)]
+    made = [distributed.new_group_of_members([0]) for _ in range(3)]
+    own += [dist.new_group([0], use_local_synchronization=True) for _ in range(2)]
+    assert len({group.group_name for group in (*own, *made)}) == 7, f"{TORCH}: _world.group_count"
+    with pytest.raises(TypeError):
+        distributed.new_group_of_members([0], no_such_option=True)
+    own.append(dist.new_group([0], use_local_synchronization=True))
+    assert len({group.group_name for group in (*own, *made)}) == 8
 
 
 def test_an_all_gather_and_a_reduce_scatter_are_started_below_the_public_functions(
@@ -358,6 +382,203 @@ def test_every_checkpointed_region_is_found_the_innermost_first() -> None:
     assert recomputed is around
     assert len({id(first), id(around), id(again)}) == 3
     assert torch.allclose(x.grad, 2 * (2 * x).cos() * (2 * x).sin().exp())
+
+
+# ---- Where this torch lacks a name, or has it elsewhere. ----
+
+
+def test_collectives_start_by_the_public_functions_where_the_others_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    group, output, input = object(), torch.zeros(2), torch.ones(2)
+    called: list[Any] = []
+
+    def gather(*given: Any, async_op: bool) -> Any:
+        called.append((*given, async_op))
+        return "work" if async_op else None
+
+    monkeypatch.setattr(dist, "all_gather_into_tensor", gather)
+    monkeypatch.setattr(dist, "reduce_scatter_tensor", gather)
+    scatter = (distributed.start_reduce_scatter, dist.ReduceOp.MAX)
+    for name, (start, *more) in {
+        "_GATHER": (distributed.start_all_gather,),
+        "_GatherOptions": (distributed.start_all_gather,),
+        "_SCATTER": scatter,
+        "_ScatterOptions": scatter,
+    }.items():
+        with monkeypatch.context() as older:
+            older.setattr(distributed, name, None)
+            assert start(output, input, *more, group) == "work"  # type: ignore[arg-type]
+            assert start(output, input, *more, group, on_stream=True).wait()  # type: ignore[arg-type]
+        assert called == [(output, input, *more, group, True), (output, input, *more, group, False)], name
+        called.clear()
+
+
+class WithPolicy:
+    """``ProcessGroupNCCL`` of a torch whose gathers can leave the multiprocessors free."""
+
+    NCCL_CTA_POLICY_ZERO = 2
+
+    class Options:
+        def __init__(self) -> None:
+            self.config = SimpleNamespace()
+
+
+class WithoutConfig(WithPolicy):
+    Options = object  # type: ignore[assignment]
+
+
+class ThatTakesArguments(WithPolicy):
+    class Options:  # type: ignore[assignment]
+        def __init__(self, timeout: float) -> None: ...
+
+
+def test_options_of_nccl_are_those_that_this_torch_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    for nccl in (None, SimpleNamespace(Options=WithPolicy.Options), WithoutConfig, ThatTakesArguments):
+        monkeypatch.setattr(dist, "ProcessGroupNCCL", nccl, raising=False)
+        assert distributed.zero_cta_options() is None, nccl
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", WithPolicy, raising=False)
+    assert distributed.zero_cta_options().config.cta_policy == 2
+
+
+def test_a_timeout_that_no_backend_says_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    group, device = object(), torch.device("cuda", 1)
+    options = {(group, device): SimpleNamespace(_timeout=timedelta(seconds=7))}
+    backends: list[Any] = [None, lambda *_: object(), lambda *_: SimpleNamespace(options=object())]
+    for backend in backends:
+        monkeypatch.setattr(distributed, "backend_on", backend)
+        assert distributed.timeout_on(group, device) is None  # type: ignore[arg-type]
+    monkeypatch.setattr(distributed, "backend_on", lambda *asked: SimpleNamespace(options=options[asked]))
+    assert distributed.timeout_on(group, device) == timedelta(seconds=7)  # type: ignore[arg-type]
+
+
+class FSDPState:
+    """FSDP2's record of a module."""
+
+    def __init__(self, **groups: Any) -> None:
+        vars(self).update(groups)
+
+
+def fsdp2_group(*gathered: Tensor | None) -> SimpleNamespace:
+    params = [SimpleNamespace() if each is None else SimpleNamespace(_unsharded_param=each) for each in gathered]
+    return SimpleNamespace(fsdp_params=params)
+
+
+def test_fsdp2_has_one_group_for_a_module_or_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch 2.11 and later ones. Units without parameters have none, and those that are gone leave a reference."""
+    one, two, three = torch.ones(1), torch.ones(2), torch.ones(3)
+    states = [
+        FSDPState(_fsdp_param_group=fsdp2_group(one, None)),
+        FSDPState(_fsdp_param_group=None),
+        None,
+        FSDPState(_fsdp_param_groups=[fsdp2_group(two), fsdp2_group(None, three)]),
+    ]
+    table = {index: lambda state=state: state for index, state in enumerate(states)}
+    registry = SimpleNamespace(_module_state_mapping=table)
+    monkeypatch.setitem(sys.modules, "torch.distributed._composable_state", registry)
+    found = [*distributed.gathered_by_fsdp2()]
+    assert all(record._unsharded_param is weight for record, weight in found)
+    assert [weight.numel() for _, weight in found] == [1, 2, 3]
+    names = ["_module_state_mapping", "_fsdp_param_groups", "fsdp_params"]
+    changes: list[Any] = [{}, {0: lambda: FSDPState()}, {0: lambda: FSDPState(_fsdp_param_groups=[object()])}]
+    for name, table in zip(names, changes, strict=True):
+        renamed = SimpleNamespace(_module_state_mapping=table) if table else SimpleNamespace()
+        monkeypatch.setitem(sys.modules, "torch.distributed._composable_state", renamed)
+        with pytest.raises(RuntimeError, match=rf"does not show which weights .* has gathered \(no {name}\)"):
+            list(distributed.gathered_by_fsdp2())
+    monkeypatch.delitem(sys.modules, "torch.distributed._composable_state")
+    assert not list(distributed.gathered_by_fsdp2()), "FSDP2 was never imported"
+
+
+def test_a_wrapper_of_torchs_that_does_not_say_what_it_reduces() -> None:
+    assert distributed.params_of_torch_ddp(SimpleNamespace()) is None  # type: ignore[arg-type]
+    assert distributed.accumulated_by_fsdp2(SimpleNamespace()) is None
+
+
+NEEDED = (
+    "current_backward", "call_when_backward_ends", "has_tensor_hooks", "hook_keys", "DisableTorchFunctionSubclass",
+    "make_subclass", "tree_flatten", "tree_leaves", "tree_map", "tree_unflatten",
+)  # fmt: skip
+
+
+def test_wrappers_are_refused_where_a_name_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In place of training wrongly."""
+    internals.check_wrappers_can_run(internals.delivers_to_all)
+    monkeypatch.setattr("maingrad.kernels.compat.requested_names", {})
+    with pytest.warns(RuntimeWarning, match=r"has no torch\.gone"):
+        gone = private_name("torch.gone", loss="it trains wrongly")
+    for name in NEEDED:
+        with monkeypatch.context() as other:
+            other.setattr(internals, name, gone)
+            with pytest.raises(RuntimeError, match=r"has no torch\.gone: it trains wrongly"):
+                internals.check_wrappers_can_run()
+    with pytest.raises(RuntimeError, match=r"has no torch\.gone: it trains wrongly"):
+        internals.check_wrappers_can_run(internals.delivers_to_all, gone)
+
+
+def test_an_engine_that_does_not_say_which_nodes_it_comes_to_is_asked_for_no_more_than_it_says() -> None:
+    x = torch.ones(2, requires_grad=True)
+    seen: list[bool | str] = []
+
+    def ask(grad: Tensor) -> None:
+        try:
+            seen.append(internals._executes_all(None))
+        except RuntimeError as error:
+            seen.append(str(error))
+
+    y = x.sin()
+    y.register_hook(ask)
+    y.sum().backward(retain_graph=True)
+    y.sum().backward(inputs=[x])
+    assert seen == [True, "the engine does not say which nodes it executes"]
+
+
+class Doubles(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 2 * grad
+
+
+def test_a_node_of_a_watched_function_remembers_a_prehook() -> None:
+    internals.watch_prehooks(Doubles)
+    x = torch.ones(2, requires_grad=True)
+    first, second = Doubles.apply(x), Doubles.apply(x)
+    handle = first.grad_fn.register_prehook(lambda grads: (3 * grads[0],))
+    assert first.grad_fn.has_prehook and not hasattr(second.grad_fn, "has_prehook")
+    (first + second).sum().backward()
+    assert x.grad.tolist() == [8, 8]
+    handle.remove()
+    internals._warn_of_prehooks.cache_clear()
+    try:
+        for other in (SimpleNamespace(), SimpleNamespace(_backward_cls=object)):
+            with warnings.catch_warnings(record=True) as warned:
+                warnings.simplefilter("always")
+                internals.watch_prehooks(other)
+            said = [str(each.message) for each in warned]
+            assert len(said) == (not hasattr(other, "_backward_cls")), "once"
+            assert all("schedules over torch's own PipelineStage are not refused" in each for each in said)
+    finally:
+        internals._warn_of_prehooks.cache_clear()
+
+
+def test_memory_is_named_to_torch_where_it_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Builds without CUDA, and versions before 2.14, lack what would take it."""
+    called: list[Any] = []
+
+    def note(*given: Any) -> None:
+        called.append(given)
+
+    for end, known in ((None, False), (note, True)):
+        monkeypatch.setattr(internals, "_end_allocations", end)
+        monkeypatch.setattr(internals, "refuses_storage_reads", known)
+        monkeypatch.setattr(internals, "_refuse_storage", end)
+        monkeypatch.setattr(internals, "_allow_storage", end)
+        internals.end_allocations(torch.device("cuda", 3), (1, 2))
+        internals.refuse_storage_reads(77, "it was let go")
+        internals.allow_storage_reads(78)
+    assert called == [(3, (1, 2)), (77, "it was let go"), (78,)]
 
 
 def test_one_hook_is_told_from_several() -> None:

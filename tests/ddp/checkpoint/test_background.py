@@ -288,6 +288,89 @@ def test_a_load_reads_what_is_still_being_written(tmp_path: Path, released: thre
     timer.join()
 
 
+def test_memory_is_prepared_when_the_save_before_is_over(tmp_path: Path, released: threading.Event) -> None:
+    """Else what comes next would wait for the memory alone, and read what the save has not written yet."""
+    model = Everything()
+    pending = save_checkpoint(tmp_path / "c", model, extra="it", background=True)
+    threading.Timer(0.1, released.set).start()
+    prepare_background_saves(model)
+    assert pending.done()
+    assert load_checkpoint(tmp_path / "c", model) == "it"
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+def test_the_next_save_waits_for_the_memory_that_is_prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And where there is none, it says so itself."""
+    happened = []
+
+    def takes_long(_: object) -> Iterator[None]:
+        happened.append("begins")
+        time.sleep(0.1)
+        happened.append("ends")
+        raise RuntimeError("no memory")
+        yield
+
+    monkeypatch.setattr(background, "_host_memory", takes_long)
+    model = nn.Linear(2, 2)
+    prepare_background_saves(model)
+    save_checkpoint(tmp_path / "c", model)
+    assert happened == ["begins", "ends"]
+    with pytest.raises(RuntimeError, match="no memory"):
+        save_checkpoint(tmp_path / "c", model, background=True)
+
+
+def test_the_memory_that_is_prepared_is_what_a_save_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For weights, masters and moments."""
+    taken: dict[str, list[int]] = {}
+    original = background._host_memory
+
+    def noted(parts: Any) -> Iterator[Any]:
+        sizes = taken.setdefault(threading.current_thread().name, [])
+        for each in original(parts):
+            sizes.append(each[2].nbytes)
+            yield each
+
+    monkeypatch.setattr(background, "_host_memory", noted)
+    model, optimizer = build(torch.bfloat16, use_distributed_optimizer=True)
+    take_steps(model, optimizer, [0], 0)
+    prepare_background_saves(model, optimizer)
+    save_checkpoint(tmp_path / "c", model, optimizer, background=True).wait()
+    assert taken["memory of saves"] == taken[threading.current_thread().name]
+    assert len(taken["memory of saves"]) > 3 * len([*model.module.parameters()])
+
+
+def test_a_save_that_is_given_up_is_completed_by_ranks_that_soon_have_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not at once, as after an error: the other ranks may be slower, and are not asked."""
+    write = background.write_rank_file
+
+    def late(path: Path, *rest: Any) -> None:
+        if path.name.startswith("rank-00001"):
+            time.sleep(0.1)
+        write(path, *rest)
+
+    monkeypatch.setattr(background, "write_rank_file", late)
+
+    def save() -> None:
+        ddp, optimizer = build(use_distributed_optimizer=True)
+        pending = save_checkpoint(tmp_path / "c", ddp, optimizer, extra="it", background=True)
+        pending.give_up()
+        pending.wait()
+
+    simulate(save, 2)
+    assert load_checkpoint(tmp_path / "c", Everything()) == "it"
+
+
+def test_a_save_that_has_been_waited_for_is_over(tmp_path: Path) -> None:
+    """Who asks finds nothing to do, whether or not it was in the background."""
+    for background_save in (False, True):
+        pending = save_checkpoint(tmp_path / "c", nn.Linear(2, 2), background=background_save)
+        pending.wait()
+        assert pending.done() and pending.is_over and not pending.failed()
+        pending.wait()
+
+
 def next_save_waits(folder: Path) -> list[bool]:
     """Whether each of three checkpoints was complete when the next save returned."""
     ddp, optimizer = build(use_distributed_optimizer=True)
@@ -396,6 +479,7 @@ def test_a_program_that_ends_gives_up_a_save_that_not_all_ranks_write(
     finally:
         first.give_up()  # where the test fails: no thread is left
     assert not (tmp_path / "c").exists()
+    assert (tmp_path / "c.incomplete" / "rank-00000.safetensors").exists(), "for all it knows the others go on writing"
 
 
 PROGRAM = """

@@ -245,6 +245,10 @@ MISFITS: dict[str, tuple[Callable[[], tuple[Any, Any]], str]] = {
         lambda: with_changes(optimizer_class=torch.optim.SGD, momentum=0.9),
         "the checkpoint has the state of AdamW, and this optimizer is SGD, which keeps other moments",
     ),
+    "optimizer of a name like it": (
+        lambda: with_changes(optimizer_class=torch.optim.Adam),
+        "the checkpoint has the state of AdamW, and this optimizer is Adam, which keeps other moments",
+    ),
     "groups": (
         lambda: with_changes(param_groups=[{"params": "cube", "lr": 0.0}]),
         r"'\S+' is in parameter group \d of 2 and was in parameter group 0 of 1 when the checkpoint was saved",
@@ -275,6 +279,28 @@ def test_a_checkpoint_of_another_model_is_named_with_the_remedy(tmp_path: Path) 
     with pytest.raises(ValueError, match=f"^{named}.*; {remedy}$"):
         load_checkpoint(tmp_path / "run", other)
     assert torch.equal(other.weight, before)
+
+
+def test_the_first_misfits_are_named_and_a_slice_that_fits_is_none(tmp_path: Path) -> None:
+    """A mark of Megatron's does not say that there are other slices."""
+
+    def make(*more: str) -> nn.Module:
+        model = nn.Linear(4, 4)
+        model.weight.tensor_model_parallel = True  # type: ignore[attr-defined]
+        for name in more:
+            model.register_buffer(name, torch.zeros(3))
+        return model
+
+    def save() -> None:
+        save_checkpoint(tmp_path / "c", wrap(make()))
+
+    simulate(save, 2)
+    load_checkpoint(tmp_path / "c", make())
+    lacks = "'{}' is a buffer of float32 [3] in the model and missing in the checkpoint"
+    with pytest.raises(ValueError, match="does not fit this model") as raised:
+        load_checkpoint(tmp_path / "c", make("one", "two", "three", "four"))
+    named = "; ".join(lacks.format(name) for name in ("one", "two", "three"))
+    assert f"does not fit this model: {named}; load it into a model that is built as" in str(raised.value)
 
 
 def test_a_parameter_in_another_group_is_named(tmp_path: Path) -> None:
@@ -313,7 +339,7 @@ def save_with_trouble_on_rank_1(folder: Path, trouble: str) -> str:
     ddp, optimizer = build(**ZERO1)
     rank = dist.get_rank()
     if trouble == "path" and rank == 1:
-        folder = folder.with_name("elsewhere")
+        folder = folder.parent / "elsewhere" / folder.name
     if trouble == "optimizer" and rank == 1:
         optimizer = None
     if trouble == "value" and rank == 1:
@@ -323,7 +349,7 @@ def save_with_trouble_on_rank_1(folder: Path, trouble: str) -> str:
 
 
 TROUBLE = {
-    "path": r"all ranks save to and load from one folder, and were given \['.*/c', '.*/elsewhere'\]",
+    "path": r"all ranks save to and load from one folder, and were given \['.*/c', '.*/elsewhere/c'\]",
     "optimizer": "ValueError: some ranks give an optimizer and some do not",
     "value": r"ValueError: option 'note' of parameter group 0 is a object, .* \(on rank 1\)",
     "extra": r"TypeError: extra must be something that JSON holds .* \(on rank 0\)",
@@ -345,6 +371,15 @@ def test_trouble_on_one_rank_is_an_error_on_all(tmp_path: Path, run: Callable[..
     assert errors[0] == errors[1]
     assert re.search(TROUBLE[trouble], errors[0]), errors[0]
     assert not (tmp_path / "c").exists()
+
+
+def test_a_load_is_alike_on_all_ranks_too(pristine: Path) -> None:
+    def load() -> str:
+        ddp, optimizer = build(torch.bfloat16, **ZERO1)
+        return errors_of(load_checkpoint, pristine, ddp, optimizer if dist.get_rank() == 0 else None)
+
+    for said in simulate(load, 2):
+        assert said.startswith("ValueError: some ranks give an optimizer and some do not: all of them, or none")
 
 
 def load_damaged_on_real_ranks(folder: Path, name: str) -> str:
@@ -612,7 +647,20 @@ def test_extra_that_is_nested_too_deeply_is_refused(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("extra", [torch.bfloat16, {"dtype": [torch.float32]}, Path("x"), nn.Identity()])
+def test_extra_that_is_too_long_to_be_read_again_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("maingrad.ddp.checkpoint.files.manifest.MOST_BYTES", 10_000)
+    save_checkpoint(tmp_path / "c", nn.Linear(2, 2), extra="x" * 5_000)
+    with pytest.raises(ValueError, match=r"the manifest has \d+ bytes, and 10000 at most are read again: keep less in"):
+        save_checkpoint(tmp_path / "c", nn.Linear(2, 2), extra="x" * 20_000)
+    assert load_checkpoint(tmp_path / "c", nn.Linear(2, 2)) == "x" * 5_000
+    assert [each.name for each in tmp_path.iterdir()] == ["c"]
+
+
+CIRCULAR: list[Any] = [1]
+CIRCULAR.append(CIRCULAR)
+
+
+@pytest.mark.parametrize("extra", [torch.bfloat16, {"dtype": [torch.float32]}, Path("x"), nn.Identity(), CIRCULAR])
 def test_extra_comes_back_as_it_was_or_is_refused(tmp_path: Path, extra: Any) -> None:
     with pytest.raises(TypeError, match="extra must be something that JSON holds"):
         save_checkpoint(tmp_path / "c", nn.Linear(2, 2), extra=extra)
@@ -677,6 +725,10 @@ def test_a_model_on_the_meta_device_is_refused_by_name(tmp_path: Path) -> None:
             call(tmp_path / "c", model)
     model.to_empty(device="cpu")
     load_checkpoint(tmp_path / "c", model)
+    model.register_buffer("table", torch.empty(3, device="meta"))
+    for call in (save_checkpoint, load_checkpoint):
+        with pytest.raises(ValueError, match="'table' is on the meta device, which keeps no values"):
+            call(tmp_path / "c", model)
 
 
 def test_a_module_around_sharded_ones_is_refused_by_name(tmp_path: Path) -> None:

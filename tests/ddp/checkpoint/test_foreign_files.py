@@ -1,6 +1,8 @@
 """Saves delete and replace what saves have written: no link's target, and no file of somebody else's."""
 
+import errno
 import fcntl
+import os
 from pathlib import Path
 
 import pytest
@@ -8,7 +10,14 @@ import torch
 from torch import nn
 
 from maingrad.ddp import load_checkpoint, save_checkpoint
-from maingrad.ddp.checkpoint.files.folder import Staging, is_complete, is_left_to_delete, remove
+from maingrad.ddp.checkpoint.files.folder import (
+    Staging,
+    belongs_to_checkpoint,
+    is_complete,
+    is_left_to_delete,
+    remove,
+)
+from maingrad.ddp.checkpoint.files.rank_file import file_name
 from maingrad.ddp.collectives.failure_report import CollectiveError
 
 
@@ -77,6 +86,12 @@ def test_a_file_of_somebody_elses_is_kept(name: str, make, tmp_path: Path) -> No
     saved(tmp_path / "c", 2)
     remove(tmp_path / "c")
     assert not (tmp_path / "c").exists()
+
+
+def test_names_of_ours_are_those_of_any_number_of_ranks() -> None:
+    for name in ("maingrad.json", "maingrad.saving", *map(file_name, (0, 99_999, 100_000, 999_999_999))):
+        assert belongs_to_checkpoint(name) and belongs_to_checkpoint(f"{name}.tmp"), name
+        assert not belongs_to_checkpoint(f"{name}.old") and not belongs_to_checkpoint(f"my-{name}")
 
 
 def test_a_checkpoint_of_torchs_is_kept(tmp_path: Path) -> None:
@@ -163,15 +178,103 @@ def test_a_save_that_fails_deletes_its_files_unless_others_may_write(tmp_path: P
     assert (tmp_path / "c.incomplete/rank-00001.safetensors").exists() is stays
 
 
-def test_a_lock_on_what_another_save_has_renamed_meanwhile_is_none(tmp_path: Path, monkeypatch) -> None:
+@pytest.mark.parametrize("began_anew", [True, False])
+def test_a_lock_on_what_another_save_has_renamed_meanwhile_is_none(
+    tmp_path: Path, monkeypatch, began_anew: bool
+) -> None:
     lock, mark = fcntl.flock, tmp_path / "c.incomplete/maingrad.saving"
 
     def renamed_before(file, how: int) -> None:
         if how & fcntl.LOCK_NB:
             mark.rename(tmp_path / "elsewhere")
-            mark.touch()
+            if began_anew:
+                mark.touch()
         lock(file, how)
 
     monkeypatch.setattr(fcntl, "flock", renamed_before)
     with pytest.raises(FileExistsError, match="another save is writing into"):
         saved(tmp_path / "c", 1)
+
+
+def test_a_file_system_without_locks_takes_saves(tmp_path: Path, monkeypatch) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    for extra in (1, 2):
+        saved(tmp_path / "c", extra)
+        assert load_checkpoint(tmp_path / "c", nn.Linear(3, 2)) == extra
+    assert [each.name for each in tmp_path.iterdir()] == ["c"]
+
+
+def test_a_lock_ends_with_its_save_though_a_forked_process_still_has_the_file(tmp_path: Path, monkeypatch) -> None:
+    """A lock ends when the last copy of the descriptor is closed, if nobody unlocks it."""
+    lock, copies = fcntl.flock, []
+
+    def forked_after(file, how: int) -> None:
+        lock(file, how)
+        if how & fcntl.LOCK_NB:
+            copies.append(os.dup(file.fileno()))
+
+    def fails() -> None:
+        with Staging(tmp_path / "c") as staging:
+            staging.begin()
+            raise CollectiveError("a rank is gone")
+
+    monkeypatch.setattr(fcntl, "flock", forked_after)
+    with pytest.raises(CollectiveError):
+        fails()
+    saved(tmp_path / "c", 2)
+    assert len(copies) == 2
+    for each in copies:
+        os.close(each)
+
+
+def test_what_more_ranks_have_left_is_no_part_of_the_next_checkpoint(tmp_path: Path) -> None:
+    def dies() -> None:
+        with Staging(tmp_path / "c") as staging:
+            staging.begin()
+            (staging.folder / "rank-00007.safetensors").write_bytes(b"half of it")
+            (staging.folder / "rank-00008.safetensors.tmp").write_bytes(b"half of it")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        dies()
+    saved(tmp_path / "c", 1)
+    assert sorted(content(tmp_path / "c")) == ["maingrad.json", "rank-00000.safetensors"]
+    (tmp_path / "c" / "maingrad.json").rename(tmp_path / "c" / "maingrad.saving")  # as a deletion that died leaves it
+    saved(tmp_path / "c", 2)
+    assert sorted(content(tmp_path / "c")) == ["maingrad.json", "rank-00000.safetensors"]
+    assert load_checkpoint(tmp_path / "c", nn.Linear(3, 2)) == 2
+
+
+def test_each_name_is_given_when_what_it_names_is_on_the_disk(tmp_path: Path, monkeypatch) -> None:
+    """After a power failure too there is a whole checkpoint: a rename may reach the disk before the bytes do."""
+    saved(tmp_path / "c", 1)
+    happened, sync, rename, replace, unlink = [], os.fsync, Path.rename, Path.replace, Path.unlink
+
+    def synced(descriptor: int) -> None:
+        found = os.fstat(descriptor).st_ino
+        here = [tmp_path, *tmp_path.rglob("*")]
+        happened.append(f"sync {next(each.name for each in here if each.stat().st_ino == found)}")
+        sync(descriptor)
+
+    def noting(verb: str, do):
+        def done(path: Path, *to: Path, **options: bool):
+            happened.append(" ".join([verb, path.name, *(each.name for each in to)]))
+            return do(path, *to, **options)
+
+        return done
+
+    monkeypatch.setattr(os, "fsync", synced)
+    for verb, do in (("rename", rename), ("replace", replace), ("unlink", unlink)):
+        monkeypatch.setattr(Path, verb, noting(verb, do))
+    save_checkpoint(tmp_path / "c", nn.Linear(3, 2), extra=2)
+    monkeypatch.undo()
+    outer, data, new, old = tmp_path.name, "rank-00000.safetensors", "c.incomplete", "c.replaced"
+    assert happened == [
+        *(f"sync {data}.tmp", f"replace {data}.tmp {data}"),
+        *("sync maingrad.json.tmp", "replace maingrad.json.tmp maingrad.json"),
+        *(f"sync {new}", "sync c", f"rename c {old}", f"rename {new} c", "unlink maingrad.saving", f"sync {outer}"),
+        *("unlink maingrad.json", f"unlink {data}", "unlink maingrad.saving"),
+    ]

@@ -3,7 +3,9 @@
 import itertools
 import json
 import math
+import os
 import re
+import resource
 import shutil
 import zlib
 from pathlib import Path
@@ -20,7 +22,8 @@ from torch import nn
 from torch.distributed.checkpoint import load as torchs_load
 
 from maingrad.ddp import load_checkpoint, save_checkpoint
-from maingrad.ddp.checkpoint.files.boxes import Part, boxes_of_range
+from maingrad.ddp.checkpoint.files import rank_file
+from maingrad.ddp.checkpoint.files.boxes import Box, Part, boxes_of_range
 from maingrad.ddp.checkpoint.files.manifest import (
     MOST_BYTES,
     Manifest,
@@ -28,6 +31,7 @@ from maingrad.ddp.checkpoint.files.manifest import (
     new_id,
     saved_tensors,
 )
+from maingrad.ddp.checkpoint.files.rank_file import RankFile, write_rank_file
 from maingrad.fsdp import fully_shard
 from maingrad.launch import simulate
 from maingrad.launch.safetensors_io import export_safetensors
@@ -211,6 +215,27 @@ def test_more_files_are_read_than_a_process_may_open_at_first(tmp_path: Path) ->
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize("hard", [resource.RLIM_INFINITY, 3])
+def test_a_process_is_allowed_as_many_files_as_a_load_opens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hard: int
+) -> None:
+    """Where it may have no more, the load tries all the same: others of the process's files may be closed by then."""
+    save_checkpoint(tmp_path / "c", nn.Linear(4, 4))
+    asked: list[tuple[int, int]] = []
+
+    def allow(kind: int, limits: tuple[int, int]) -> None:
+        assert kind == resource.RLIMIT_NOFILE
+        asked.append(limits)
+        if hard == 3:
+            raise ValueError("not allowed to raise maximum limit")
+
+    monkeypatch.setattr(resource, "setrlimit", allow)
+    for soft in (1, 2, 100):
+        monkeypatch.setattr(resource, "getrlimit", lambda kind, soft=soft: (soft, hard))
+        load_checkpoint(tmp_path / "c", nn.Linear(4, 4))
+    assert asked == [(2, hard)]
+
+
 # ---- Kinds of elements. ----
 
 
@@ -237,7 +262,81 @@ def test_buffers_of_every_dtype_come_back(tmp_path: Path, dtype: torch.dtype) ->
         other.register_buffer(name, torch.zeros_like(buffer))
     save_checkpoint(tmp_path / "c", model)
     load_checkpoint(tmp_path / "c", other)
+    in_file = load_file(tmp_path / "c" / "rank-00000.safetensors")["model.table"]  # or its bytes, along one more dim
+    assert in_file.shape == (model.table.shape if in_file.dtype is dtype else (*model.table.shape, dtype.itemsize))
     for name, buffer in model.named_buffers():
         found = other.get_buffer(name)
         assert found.dtype is dtype or name == "odd"
         assert torch.equal(found.reshape(-1).view(torch.uint8), buffer.reshape(-1).view(torch.uint8)), name
+
+
+KNOWN = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
+KNOWN += [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8]
+KNOWN += [torch.bool]
+
+
+def of_every_dtype(sizes: list[int]) -> nn.Module:
+    module = nn.Module()
+    for index, (dtype, size) in enumerate(zip(KNOWN[::-1], itertools.cycle(sizes))):
+        module.register_buffer(f"of_{index}", torch.ones(size, dtype=torch.uint8).to(dtype))
+    return module
+
+
+def test_other_programs_see_the_dtypes_that_the_format_has(tmp_path: Path) -> None:
+    model = of_every_dtype([1, 3, 5])
+    save_checkpoint(tmp_path / "c", model)
+    found = load_file(tmp_path / "c" / "rank-00000.safetensors")
+    assert {name: found[f"model.{name}"].dtype for name, _ in model.named_buffers()} == {
+        name: buffer.dtype for name, buffer in model.named_buffers()
+    }
+
+
+def test_readers_may_view_the_bytes_of_an_entry_in_place(tmp_path: Path) -> None:
+    """Whatever its neighbours' dtypes are: mapped into memory, it lies at a multiple of its element's size."""
+    save_checkpoint(tmp_path / "c", of_every_dtype([1, 3, 5]))
+    content = (tmp_path / "c" / "rank-00000.safetensors").read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    del header["__metadata__"]
+    assert (8 + length) % 64 == 0 and len(header) == len(KNOWN)
+    for name, entry in header.items():
+        start, end = entry["data_offsets"]
+        assert start % ((end - start) // math.prod(entry["shape"])) == 0, name
+
+
+def test_a_long_header_can_be_read_again(tmp_path: Path) -> None:
+    """Of a rank with a part of each of many parameters."""
+    box, data = Box((0,), (2,)), torch.arange(2.0)
+    parts = {
+        Part(f"layers.{index}.experts.weight", (4,), box, (("model", torch.float32),)): {"model": data}
+        for index in range(10_000)
+    }
+    write_rank_file(tmp_path / "rank-00000.safetensors", "of a test", parts)
+    assert (tmp_path / "rank-00000.safetensors").stat().st_size > 10**6
+    file = RankFile(tmp_path / "rank-00000.safetensors", "of a test")
+    found = torch.zeros(2)
+    entry = file.find([*parts][-1], "model", box, torch.float32)
+    entry.wanted.append((box, found))
+    entry.read()
+    assert torch.equal(found, data)
+
+
+def test_what_is_written_goes_to_the_disk_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each stretch of bytes is named once; and where a system cannot be told, nothing is."""
+    told: list[tuple[int, int]] = []
+
+    def tell(descriptor: int, begin: int, length: int, advice: int) -> None:
+        assert advice == getattr(os, "POSIX_FADV_DONTNEED", 4)
+        told.append((begin, begin + length))
+
+    monkeypatch.setattr(rank_file, "_SENT", 1000)
+    monkeypatch.setattr(rank_file, "_BLOCK", 400)
+    monkeypatch.setattr(os, "posix_fadvise", tell, raising=False)
+    monkeypatch.setattr(os, "POSIX_FADV_DONTNEED", 4, raising=False)
+    save_checkpoint(tmp_path / "c", nn.Linear(32, 32))
+    assert told[0][0] == 0 and len(told) > 2
+    assert all(end == begin for (_, end), (begin, _) in itertools.pairwise(told))
+    assert all(1000 < end - begin <= 1400 for begin, end in told[1:])
+    monkeypatch.delattr(os, "posix_fadvise")
+    save_checkpoint(tmp_path / "d", nn.Linear(32, 32))
+    load_checkpoint(tmp_path / "d", nn.Linear(32, 32))

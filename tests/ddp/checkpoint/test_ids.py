@@ -1,6 +1,7 @@
 """All files of a checkpoint belong to one save: other files are refused, and a user's own files stay."""
 
 import io
+import itertools
 import os
 import re
 import shutil
@@ -102,6 +103,42 @@ def test_a_checkpoint_that_is_replaced_while_it_is_opened_is_opened_again(
     model = Everything()
     assert load_checkpoint(tmp_path / "c", model) == times
     assert_same(weights(model), weights(Everything(seed=1 + times)))
+
+
+def test_a_file_that_is_gone_when_it_is_opened_was_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next save is between its two renames."""
+    for name, seed in (("c", 1), ("next", 2)):
+        save_checkpoint(tmp_path / name, Everything(seed=seed), extra=name)
+    original, looked = opened.check_size, []
+
+    def replaced(path: Path, nbytes: int) -> None:
+        original(path, nbytes)
+        looked.append(path.parent.name)
+        if len(looked) == 1:
+            left_by_a_save(tmp_path / "c", "c.replaced")
+            left_by_a_save(tmp_path / "next", "c.incomplete")
+
+    monkeypatch.setattr(opened, "check_size", replaced)
+    model = Everything()
+    assert load_checkpoint(tmp_path / "c", model) == "next"
+    assert_same(weights(model), weights(Everything(seed=2)))
+    assert looked == ["c", "c.incomplete"]
+
+
+def test_a_load_does_not_try_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(opened, "_MOST_TRIES", 3)
+    save_checkpoint(tmp_path / "c", nn.Linear(2, 2))
+    original, count = Manifest.read, itertools.count()
+
+    def replaced(folder: Path) -> Manifest:
+        found = original(folder)
+        if next(count) < 5:
+            save_checkpoint(tmp_path / "c", nn.Linear(2, 2))
+        return found
+
+    monkeypatch.setattr(Manifest, "read", replaced)
+    with pytest.raises(ValueError, match="was replaced 3 times while it was opened: load it when nothing saves there"):
+        load_checkpoint(tmp_path / "c", nn.Linear(2, 2))
 
 
 def test_a_file_that_is_replaced_while_its_header_is_read_is_one_file(

@@ -6,10 +6,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from checkpointed import Experts
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from maingrad.ddp import (
+    WORLD_OF_ONE,
     DistributedDataParallel,
     DistributedDataParallelConfig,
     DistributedOptimizer,
@@ -17,6 +19,7 @@ from maingrad.ddp import (
     save_checkpoint,
 )
 from maingrad.ddp.checkpoint.files.manifest import Manifest
+from maingrad.ddp.checkpoint.source import CheckpointRanks
 from maingrad.launch import simulate
 
 LAYERS = 5
@@ -178,6 +181,43 @@ def test_stages_have_parameters_in_no_module(tmp_path: Path) -> None:
         assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+def of_two_instances(do: Any, path: Path, seed: int) -> dict[str, Tensor]:
+    mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("outer", "pp", "dp"))
+    stage = Flat(["first", "last"][mesh.get_local_rank("pp")], seed)
+    model = DistributedDataParallel(stage, process_group=mesh["outer", "dp"])
+    do(path, model, pipeline_group=mesh.get_group("pp"))
+    return {name: value.clone() for name, value in stage.state_dict().items()}
+
+
+def test_one_instance_writes_all_stages(tmp_path: Path) -> None:
+    saved = simulate(of_two_instances, 4, save_checkpoint, tmp_path / "saved", 1)
+    assert {*Manifest.read(tmp_path / "saved").nbytes} == {0, 1}
+    for before, after in zip(saved, simulate(of_two_instances, 4, load_checkpoint, tmp_path / "saved", 5), strict=True):
+        assert before.keys() == after.keys()
+        assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_ranks_of_other_stages_are_among_those_that_an_error_names() -> None:
+    def known() -> list[list[int]]:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+        model = DistributedDataParallel(nn.Linear(2, 2), process_group=mesh.get_group("tp"))
+        alone, wrapped = CheckpointRanks(), CheckpointRanks(model.grids["dense"], model.failures)
+        found = []
+        for ranks in (alone, wrapped):
+            for _ in range(2):  # the second save has the same groups
+                ranks = ranks.with_tensor(mesh.get_group("tp")).with_pipeline(mesh.get_group("pp"))
+            assert (ranks.tensor, ranks.pipeline) == (mesh.get_group("tp"), mesh.get_group("pp"))
+            assert ranks.with_tensor(None) is ranks
+            found.append(
+                [[mesh.get_group("tp"), mesh.get_group("pp")].index(grid.inner) for grid in ranks.failures.grids]
+            )
+        assert wrapped.failures is model.failures
+        return found
+
+    for alone, wrapped in simulate(known, 4):
+        assert sorted(alone) == [0, 1] and {*wrapped} == {0, 1} and wrapped.count(1) == 1
+
+
 def test_stages_with_the_same_names_are_refused(tmp_path: Path) -> None:
     """A checkpoint would have the weights of one of them."""
     save_checkpoint(tmp_path / "saved", Flat("w", 0))
@@ -193,6 +233,22 @@ def test_a_forgotten_pipeline_is_noticed(tmp_path: Path, names: list[str]) -> No
         simulate(lambda: of_two_stages(save_checkpoint, tmp_path / "saved", names, 1, whole=False), 2)
 
 
+def test_models_of_their_own_are_saved_where_they_do_not_meet(tmp_path: Path) -> None:
+    """Each rank trains one, and all call their checkpoints alike. A module in no wrapper any rank may save."""
+    path = tmp_path / "step-1"
+
+    def save() -> None:
+        model, rank = DistributedDataParallel(Flat("w", dist.get_rank()), process_group=WORLD_OF_ONE), dist.get_rank()
+        save_checkpoint(tmp_path / str(rank) / "step-1", model, extra=rank)
+        for each in range(2):
+            dist.barrier()
+            if rank == each:
+                save_checkpoint(path, model.module, extra=rank)
+
+    simulate(save, 2)
+    assert [load_checkpoint(tmp_path / name / "step-1", Flat("w", 5)) for name in ("0", "1", ".")] == [0, 1, 1]
+
+
 def save_copies(path: Path) -> None:
     save_checkpoint(path, nn.Linear(2, 2).requires_grad_(False), pipeline_group=dist.group.WORLD)
 
@@ -201,3 +257,74 @@ def test_what_is_frozen_may_be_a_copy(tmp_path: Path) -> None:
     """As a table that all stages have."""
     simulate(save_copies, 2, tmp_path / "saved")
     assert (tmp_path / "saved").exists()
+
+
+class Ends(nn.Module):
+    """A stage with a shared embedding, and on the last one the head that it is too; ``order`` of their registration."""
+
+    def __init__(self, order: str, seed: int = 5) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        made = {"word": nn.Embedding(3, 4), "head": nn.Linear(4, 3, bias=False)}
+        made["head"].weight = made["word"].weight
+        made["word"].weight.shared_embedding = True
+        for name in order.split():
+            self.add_module(name, made[name])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.word(x).square().sum()
+
+
+def of_ends(do: Any, path: Path, orders: list[str], seed: int) -> Tensor:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))
+    stage = Ends(orders[dist.get_rank()], seed)
+    model = DistributedDataParallel(stage, process_group=mesh.get_group("dp"), embedding_group=dist.group.WORLD)
+    optimizer = DistributedOptimizer(model)
+    model(torch.arange(3)).backward()
+    if do is save_checkpoint:
+        optimizer.step()
+    do(path, model, optimizer, pipeline_group=mesh.get_group("pp"))
+    return stage.word.weight.detach().clone()
+
+
+@pytest.mark.parametrize("last", ["word head", "head word"])
+def test_the_last_stage_may_register_its_head_first(tmp_path: Path, last: str) -> None:
+    """Its shared embedding has another first name than on the first stage."""
+    saved = simulate(of_ends, 2, save_checkpoint, tmp_path / "c", ["word", last], 1)
+    assert torch.equal(*saved)
+    for loaded in simulate(of_ends, 2, load_checkpoint, tmp_path / "c", ["word", last], 2):
+        assert torch.equal(loaded, saved[0])
+    orders = ["word head", "head word"] if last == "head word" else [last]
+    for whole in map(Ends, orders):
+        load_checkpoint(tmp_path / "c", whole)
+        assert torch.equal(whole.word.weight, saved[0])
+
+
+def test_two_parameters_are_not_loaded_into_one(tmp_path: Path) -> None:
+    """Those of an untied model, of which one would be lost."""
+    apart = Ends("word head")
+    apart.head.weight = nn.Parameter(torch.ones(3, 4))
+    save_checkpoint(tmp_path / "c", apart)
+    with pytest.raises(ValueError, match=r"'head\.weight' is missing in the model and a parameter of float32 \[3, 4\]"):
+        load_checkpoint(tmp_path / "c", Ends("word head"))
+
+
+def of_a_stage_with_experts(do: Any, path: Path, seed: int) -> dict[str, Tensor]:
+    """The second of two stages has experts, of which each rank has its own; the first stage has none."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    stage, rank = mesh.get_local_rank("pp"), mesh.get_local_rank("dp")
+    module = Experts(seed, rank, marked=True) if stage else Flat("first", seed)
+    options: dict[str, Any] = {"expert_process_group": WORLD_OF_ONE} if stage else {}
+    model = DistributedDataParallel(module, process_group=mesh.get_group("dp"), **options)
+    do(path, model, pipeline_group=mesh.get_group("pp"))
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+def test_one_stage_alone_has_experts(tmp_path: Path) -> None:
+    saved = simulate(of_a_stage_with_experts, 4, save_checkpoint, tmp_path / "saved", 1)
+    assert not torch.equal(saved[2]["expert.weight"], saved[3]["expert.weight"])
+    assert Manifest.read(tmp_path / "saved").num_expert_sets == 2
+    loaded = simulate(of_a_stage_with_experts, 4, load_checkpoint, tmp_path / "saved", 5)
+    for before, after in zip(saved, loaded, strict=True):
+        assert before.keys() == after.keys()
+        assert all(torch.equal(before[name], after[name]) for name in before)

@@ -341,6 +341,7 @@ def test_a_buffer_that_is_expanded_cannot_be_loaded_and_nothing_is(tmp_path: Pat
     def make(seed: int) -> nn.Module:
         model = Everything(seed=seed)
         model.register_buffer("mask", torch.full((1,), float(seed)).expand(4))
+        model.register_buffer("one", torch.tensor(float(seed)).expand(1))  # an element of its own
         return model
 
     save_checkpoint(tmp_path / "c", make(1))
@@ -350,13 +351,19 @@ def test_a_buffer_that_is_expanded_cannot_be_loaded_and_nothing_is(tmp_path: Pat
     assert_same(weights(model), weights(make(2)))
     model.mask = model.mask.clone()
     load_checkpoint(tmp_path / "c", model)
-    assert model.mask.tolist() == [1.0] * 4
+    assert model.mask.tolist() == [1.0] * 4 and model.one.tolist() == [1.0]
 
 
 @pytest.mark.parametrize(
     "there, here",
-    [(0.25, torch.tensor(0.5)), (torch.tensor(0.25), 0.5), (0.25, torch.tensor([0.5]))],
-    ids=["to", "from", "to a row"],
+    [
+        (0.25, torch.tensor(0.5)),
+        (torch.tensor(0.25), 0.5),
+        (0.25, torch.tensor([0.5])),
+        (torch.tensor([0.25]), 0.5),
+        (torch.tensor([0.25]), torch.tensor(0.5)),
+    ],
+    ids=["to", "from", "to a row", "from a row", "from a row to a scalar"],
 )
 def test_a_learning_rate_in_a_tensor_stays_where_it_is(tmp_path: Path, there: Any, here: Any) -> None:
     model, optimizer = build(optimizer={"lr": there})
@@ -532,17 +539,25 @@ def test_views_of_every_kind_are_saved_as_their_values(tmp_path: Path) -> None:
 
 
 def save_different_buffers(folder: Path) -> None:
-    ddp, optimizer = build(**ZERO1)
-    ddp.module.seen.fill_(10 + dist.get_rank())
-    save_checkpoint(folder, ddp, optimizer)
+    model = Everything()
+    for name in ("more", "again"):
+        model.register_buffer(name, torch.zeros(2))
+    ddp = wrap(model, **ZERO1)
+    for buffer in (model.more, model.again, model.seen):
+        buffer.fill_(10 + dist.get_rank())
+    save_checkpoint(folder, ddp, DistributedOptimizer(ddp))
 
 
 def test_buffers_are_the_first_ranks(tmp_path: Path) -> None:
+    """All of them: those of one layer belong together."""
     simulate(save_different_buffers, 3, tmp_path / "c")
     model = Everything()
+    for name in ("more", "again"):
+        model.register_buffer(name, torch.zeros(2))
     scratch = model.scratch.clone()
     load_checkpoint(tmp_path / "c", model)
     assert model.seen == 10
+    assert model.more.tolist() == model.again.tolist() == [10, 10]
     assert torch.equal(model.scratch, scratch)
 
 
@@ -651,13 +666,16 @@ def test_each_set_of_experts_comes_back_to_its_own_ranks(tmp_path: Path) -> None
         load_checkpoint(tmp_path / "c", Experts(1, 0, marked=True))
 
 
-def test_experts_that_all_ranks_share_are_stored_as_other_weights(tmp_path: Path) -> None:
+@pytest.mark.parametrize("instances", [1, 2])
+def test_experts_that_all_ranks_share_are_stored_as_other_weights(tmp_path: Path, instances: int) -> None:
     def save() -> dict[str, Tensor]:
-        ddp = DistributedDataParallel(Experts(0, 0, marked=True), expert_process_group=dist.group.WORLD)
+        mesh = init_device_mesh("cpu", (instances, 2), mesh_dim_names=("outer", "inner"))
+        ranks: Any = mesh if instances > 1 else dist.group.WORLD
+        ddp = DistributedDataParallel(Experts(0, 0, marked=True), expert_process_group=ranks)
         save_checkpoint(tmp_path / "c", ddp)
         return weights(ddp)
 
-    saved, _ = simulate(save, 2)
+    saved, *_ = simulate(save, 2 * instances)
     other = Experts(1, 0)
     load_checkpoint(tmp_path / "c", other)
     assert_same(weights(other), saved)

@@ -554,6 +554,7 @@ def test_sets_of_experts_of_an_earlier_checkpoint_are_read(sharded: bool, tmp_pa
     (sets, manifest), (boxes, _) = (files_content(tmp_path / name) for name in ("sets", "boxes"))
     assert manifest["num_expert_sets"] == 2
     stored = [f"experts.weight@expert_set_{index}_of_2" for index in range(2)]
+    assert manifest["tied"] == {name.replace("weight", "again"): name for name in stored}
     assert torch.equal(torch.cat([sets["model"][name] for name in stored]), boxes["model"]["experts.weight"])
     before, after = (each["optimizer"]["state"] for each in (sets, boxes))
     for key, value in after["experts.weight"].items():

@@ -403,6 +403,24 @@ def test_hybrid_ranks_and_a_checkpoint(tmp_path: Any, monkeypatch: pytest.Monkey
         assert "forwards whose gradients were not used: 0 on ranks 0, 1, 3, 1 on rank 2" in found[0], found[0]
 
 
+@pytest.mark.parametrize("weights_alone", [False, True])
+def test_a_save_finds_what_the_last_step_did(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, weights_alone: bool
+) -> None:
+    """No iteration comes after it that would."""
+    monkeypatch.setattr(step_check.StepCheck, "finish", lambda self: None)
+
+    def on_each_rank() -> str:
+        job = Job("zero1")
+        for step in range(3):
+            skips_after_the_forward(job, bad=step == (1 if dist.get_rank() == 1 else 2), step=step)
+        return refusal(lambda: save_checkpoint(tmp_path / "saved", job.model, None if weights_alone else job.optimizer))
+
+    for said in simulate(on_each_rank, 2):
+        assert "forwards whose gradients were not used" in said, said
+    assert not (tmp_path / "saved").exists()
+
+
 def test_a_world_of_one_compares_nothing() -> None:
     def on_each_rank() -> None:
         for step in range(2):

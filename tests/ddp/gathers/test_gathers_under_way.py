@@ -5,7 +5,12 @@ must stay as it is. A backend that is fast hides both.
 """
 
 import copy
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +19,19 @@ from strict_gathers import strict_gathers
 from torch import Tensor, nn
 
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
+from maingrad.ddp.collectives.in_flight import InFlight
+from maingrad.ddp.collectives.rank_grid import RankGrid
+from maingrad.ddp.collectives.timeline import Observer
+from maingrad.ddp.gathers import param_gather
+from maingrad.ddp.gathers.gathered_models import GatheredModel, gathered_models, record_gathered_model
+from maingrad.ddp.gathers.param_gather import ParamGather, guard_reads
+from maingrad.ddp.gathers.waiting_params import (
+    call_before_forward,
+    have_wait,
+    is_waiting_hook,
+    let_go,
+    params_in_forward,
+)
 from maingrad.launch import simulate
 
 RANKS = 2
@@ -128,3 +146,212 @@ def test_memory_that_nobody_asks_for_has_arrived(how: str) -> None:
     with strict_gathers() as launched:
         simulate(train, RANKS)
     assert launched
+
+
+# ---- One gather, of which a test says when it ends. ----
+
+
+class Opinionated(nn.Parameter):
+    """A class of parameters with a ``__torch_function__`` of its own."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+class Watched:
+    """A ``ParamGather`` of two parameters; ``ends`` are called by those who wait, one for each gather."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, cls: type[nn.Parameter] = nn.Parameter) -> None:
+        self.module = nn.Linear(2, 2)
+        self.module.bias = cls(torch.ones(2))
+        self.ends: list[Callable[[], None]] = []
+        self.reported: list[tuple[str, str]] = []
+        reporter: Any = SimpleNamespace(watch=self.watch)
+        params = [*self.module.parameters()]
+        self.gather = ParamGather("bucket 3", torch.zeros(6), params, RankGrid(None, None, None), reporter)
+        monkeypatch.setattr(param_gather, "all_gather_shards", self.launch)
+
+    def launch(self, flat: Tensor, group: object, *, on_stream: bool) -> InFlight:
+        return InFlight(SimpleNamespace(wait=self.ends.pop(0)), (flat,))
+
+    @contextmanager
+    def watch(self, what: str, bucket: str) -> Iterator[None]:
+        yield
+        self.reported.append((what, bucket))
+
+    def start(self) -> None:
+        self.gather.start(None)
+        guard_reads([self.module], [self.gather])
+
+    def waits(self) -> list[bool]:
+        """Whether each parameter waits, and the module."""
+        return [
+            *(type(each) is not nn.Parameter for each in self.module.parameters()),
+            bool(self.module._forward_pre_hooks),
+        ]
+
+
+def test_a_gather_that_another_thread_starts_while_one_is_waited_for_stays_under_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Or the next reader would not wait for it."""
+    one = Watched(monkeypatch)
+    one.ends = [one.start, lambda: None]
+    one.start()
+    assert one.waits() == [True] * 3
+    one.gather.wait()
+    assert one.gather.under_way and one.waits() == [True] * 3
+    one.module(torch.ones(1, 2))
+    assert not one.gather.under_way and one.waits() == [False] * 3 and not one.gather.unhook
+    assert one.reported == [("all_gather", "bucket 3")] * 2, "an error that ends the wait would be told with these"
+
+
+def test_a_gather_is_launched_when_this_ranks_shard_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = Watched(monkeypatch)
+    happened: list[object] = []
+
+    class Noting(Observer):
+        def launch(
+            self, bucket: str, collective: str, nbytes: Callable[[], int], start: Callable[[], InFlight]
+        ) -> InFlight:
+            happened.append((bucket, collective, nbytes()))
+            return start()
+
+    one.ends = [lambda: None]
+    one.gather.start(None, Noting(), fill=lambda: happened.append("the shard"))
+    assert happened == ["the shard", ("bucket 3", "all_gather", 24)]
+
+
+def test_parameters_that_wait_for_one_gather_wait_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step whose parameters nobody has read since the one before."""
+    one = Watched(monkeypatch)
+    arrived: list[int] = []
+    one.ends = [lambda: arrived.append(1), lambda: arrived.append(2)]
+    one.start()
+    one.start()
+    assert one.waits() == [True] * 3 and not arrived
+    assert one.module.weight.sum().isfinite() and arrived == [2]
+    assert one.waits() == [False] * 3
+
+
+def test_a_bucket_with_a_parameter_that_cannot_wait_is_waited_for_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = Watched(monkeypatch, Opinionated)
+    arrived: list[int] = []
+    one.ends = [lambda: arrived.append(1)]
+    one.start()
+    assert arrived == [1] and not one.gather.under_way
+    assert type(one.module.weight) is nn.Parameter and type(one.module.bias) is Opinionated
+    assert not one.module._forward_pre_hooks and not one.gather.unhook
+
+
+@pytest.mark.parametrize("under_way", [False, True])
+def test_reads_are_refused_until_they_are_allowed(monkeypatch: pytest.MonkeyPatch, under_way: bool) -> None:
+    """In a capture, where no gather can come: of parameters, and in the module's forward."""
+    one = Watched(monkeypatch)
+    arrived: list[int] = []
+    one.ends = [lambda: arrived.append(1), lambda: arrived.append(2)]
+    if under_way:
+        one.gather.start(None)
+    guard_reads([one.module], [one.gather], "no {name} in a capture")
+    for read in (one.module.weight.sum, one.gather.wait, lambda: one.module(torch.ones(1, 2))):
+        with pytest.raises(RuntimeError, match=r"^no bucket 3 in a capture$"):
+            read()
+    assert one.waits() == [True] * 3 and not arrived
+    one.gather.allow_reads()
+    assert one.waits() == [False] * 3 and arrived == [1] * under_way
+    one.ends = [lambda: arrived.append(3)]
+    one.start()
+    one.gather.allow_reads()  # nothing is refused, and the gather goes on
+    assert one.waits() == [True] * 3 and 3 not in arrived
+
+
+def test_a_forward_has_the_parameters_of_containers_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their own ``forward`` is none, and other children wait in theirs."""
+    one, around = Watched(monkeypatch), nn.Module()
+    around.weights = nn.ParameterList([one.module.weight])
+    one.ends = [lambda: None]
+    one.gather.start(None)
+    guard_reads([one.module, around, around.weights], [one.gather])
+    assert len(around._forward_pre_hooks) == 1
+    one.gather.wait()
+    assert not around._forward_pre_hooks
+
+    module = nn.Linear(2, 2, bias=False)
+    module.listed = nn.ParameterList([torch.ones(1)])
+    module.named = nn.ParameterDict({"one": torch.ones(1)})
+    module.held = nn.ModuleList([nn.Linear(2, 2), nn.ParameterList([torch.ones(1)])])
+    module.child = nn.Linear(2, 2)
+    expected = [module.weight, *module.listed, *module.named.values(), *module.held[1]]
+    found = [param for param in params_in_forward(module) if param is not None]
+    assert [id(param) for param in found] == [id(param) for param in expected]
+
+
+def test_where_a_rank_is_alone_nothing_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = Watched(monkeypatch)
+    monkeypatch.undo()
+    one.start()
+    assert one.waits() == [False] * 3
+
+
+def test_a_compiled_module_keeps_no_gather(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may outlive the wrapper and the optimizer."""
+    one = Watched(monkeypatch)
+    vars(one.module)["_compiled_call_impl"] = lambda x: x + 1
+    one.ends = [lambda: None]
+    one.start()
+    assert one.module(torch.ones(1)) == 2 and not one.gather.under_way
+    gone = weakref.ref(one.gather)
+    del one.gather
+    assert gone() is None
+    assert one.module(torch.ones(1)) == 2
+
+
+def test_two_threads_may_find_that_a_parameter_has_arrived() -> None:
+    """Each of them makes it plain again."""
+
+    class Named(nn.Parameter):
+        """A user's own class."""
+
+    for cls in (nn.Parameter, Named):
+        param = cls(torch.ones(2))
+        have_wait(param, lambda: None)
+        assert type(param) is not cls
+        for _ in range(2):
+            let_go(param)
+            assert type(param) is cls and "_maingrad_wait" not in vars(param)
+
+
+@pytest.mark.parametrize("theirs", [["first"], ["first", "second"]])
+def test_hooks_of_others_wait_for_no_gather_and_come_after_it(theirs: list[str]) -> None:
+    module, called = nn.Linear(2, 2), []
+    for name in theirs:
+        module.register_forward_pre_hook(lambda *_, name=name: called.append(name))
+    unhook = call_before_forward(module, "bucket 3", lambda: called.append("gather"))
+    assert [is_waiting_hook(key) for key in module._forward_pre_hooks] == [True, *(False for _ in theirs)]
+    module(torch.ones(1, 2))
+    assert called == ["gather", *theirs]
+    unhook()
+    unhook()  # by another thread
+    module._forward_pre_hooks["a name"] = lambda *_: None  # type: ignore[index, assignment]
+    assert not any(map(is_waiting_hook, module._forward_pre_hooks))
+
+
+def test_models_are_known_to_the_thread_that_uses_them_as_long_as_they_live() -> None:
+    """Each simulated rank is a thread."""
+
+    class Model(GatheredModel):
+        def finish(self) -> None: ...
+
+    model, another = Model(), Model()
+    before = gathered_models()
+    for _ in range(2):
+        record_gathered_model(model)
+    record_gathered_model(another)
+    assert {*gathered_models()} - {*before} == {model, another}
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(gathered_models).result() == []
+    gone = weakref.ref(another)
+    del another
+    assert gone() is None
+    assert [each for each in gathered_models() if each not in before] == [model]

@@ -16,6 +16,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.dlpack import from_dlpack
 
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
+from maingrad.ddp.gathers.waiting_params import call_before_compiled_code
 from maingrad.launch import simulate
 from maingrad.te_integration import Linear
 
@@ -170,6 +171,25 @@ def test_saving_one_module_waits_for_its_buckets_alone() -> None:
     assert all(simulate(pickled_after_a_step, RANKS))
 
 
+def facts_of(param: nn.Parameter) -> list[Any]:
+    """What says nothing of values, by properties and methods, and by torch's functions of the same names."""
+    properties = """
+        shape dtype device layout ndim requires_grad grad grad_fn is_leaf retains_grad output_nr itemsize nbytes name
+        _base _version _backward_hooks _post_accumulate_grad_hooks is_cpu is_cuda is_xpu is_mps is_mtia is_meta
+        is_sparse is_sparse_csr is_quantized is_nested is_mkldnn is_vulkan
+    """
+    methods = """
+        size stride numel nelement dim ndimension element_size storage_offset is_contiguous is_floating_point is_complex
+        is_signed is_inference is_conj is_neg get_device dim_order __dir__ _is_view
+    """
+    functions = (torch.numel, torch.is_floating_point, torch.is_complex, torch.is_signed, torch.is_conj, torch.is_neg)
+    return [
+        *(getattr(param, name) for name in properties.split()),
+        *(getattr(param, name)() for name in methods.split()),
+        *(function(param) for function in functions),
+    ]
+
+
 def asks_about_parameters() -> int:
     ddp, _, step = trainer(overlap=True)
     kept = dict(ddp.module.named_parameters())
@@ -181,7 +201,19 @@ def asks_about_parameters() -> int:
         facts = (param.shape, param.dtype, param.device, param.requires_grad, param.grad, param.numel(), param.size())
         assert facts[-1] == param.main_grad.shape, name
         assert param in {param: 0}
+        facts_of(param)
+        assert param.ndim == 0 or len(param) == param.shape[0]
+        assert param.is_same_size(param)
+        made = [param.new_empty(2), param.new_zeros(2), param.new_ones(2), param.new_full((2,), 7), param.new(2)]
+        made.append(param.new_empty_strided((2,), (1,)))
+        assert all(each.shape == (2,) for each in made)
         param.requires_grad_(True)
+        param.requires_grad = True
+        param.retain_grad()
+        param.grad = None
+        del param.grad
+        for register in (param.register_hook, param.register_post_accumulate_grad_hook):
+            register(lambda _: None).remove()
     assert len(in_flight(ddp)) == before
     return before
 
@@ -247,6 +279,7 @@ def with_parameters_of(cls: type[nn.Parameter]) -> tuple[bool, bool, Tensor]:
         ddp.zero_grad_buffer()
     waits = type(weight) is not cls
     ddp(torch.ones(1, 8))
+    assert not any(module._forward_pre_hooks for module in model)
     return waits, type(model[0].weight) is cls, model[0].weight.detach().clone()
 
 
@@ -348,6 +381,18 @@ def test_a_compiled_module_waits_in_one_function_after_any_number_of_steps() -> 
     for depths in simulate(frames_around_compiled_code, RANKS):
         assert len(depths) == 5
         assert len(set(depths[2:])) == 1
+
+
+def test_compiled_code_is_called_as_its_module_is() -> None:
+    """Each gather is waited for once, of all parameters below the module; those without one are nobody's concern."""
+    model, waits = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), []
+    first, second = (lambda: waits.append("first")), (lambda: waits.append("second"))
+    of = {id(param): first for param in model[0].parameters()} | {id(model[1].weight): second}
+    vars(model)["_compiled_call_impl"] = lambda *given, **named: (given, named)
+    for _ in range(2):
+        call_before_compiled_code(model, lambda param: of.get(id(param)))
+        assert model(1, more=2) == ((1,), {"more": 2})
+    assert waits == ["first", "second"] * 2
 
 
 def compiled_anew(what: str) -> tuple[list[int], list[int], list[float]]:
