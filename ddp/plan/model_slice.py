@@ -58,6 +58,8 @@ class ModelSlice(NamedTuple):
     group: dist.ProcessGroup | None
     """The tensor-parallel ranks, or those that hold all experts together; None: this rank alone."""
     grad: GradOfSlice
+    largest: int | None = None
+    """Size along ``dim`` of the rank that has most; None: a whole that is cut in one block, as ``torch.chunk`` cuts."""
 
     @property
     def largest_shape(self) -> tuple[int, ...]:
@@ -65,7 +67,7 @@ class ModelSlice(NamedTuple):
         if self.dim is None or self.group is None:
             return self.local_shape
         sizes = list(self.shape)
-        sizes[self.dim] = -(-sizes[self.dim] // self.group.size())
+        sizes[self.dim] = self.largest or -(-sizes[self.dim] // self.group.size())
         return tuple(sizes)
 
     @property
@@ -82,7 +84,8 @@ class ModelSlice(NamedTuple):
         """Whether ranks have slices of different shapes."""
         if self.dim is None or self.group is None:
             return False
-        return self.local_shape[self.dim] * self.group.size() != self.shape[self.dim]
+        shapes = self.local_shape, self.largest_shape
+        return any(each[self.dim] * self.group.size() != self.shape[self.dim] for each in shapes)
 
     def views_of(self, whole: Tensor) -> list[Tensor]:
         """What this rank has of ``whole``, a tensor of ``shape``, box by box: concatenated, as the local parameter."""
@@ -112,7 +115,7 @@ def slice_of_blocks(
     blocks  their sizes, which make up that of ``dim``: uneven ones are cut as ``torch.chunk`` does
     rank    this rank's place among the ranks
     """
-    size, first, boxes = 1 if group is None else group.size(), 0, []
+    size, first, largest, boxes = 1 if group is None else group.size(), 0, 0, []
     for block in blocks:
         most = -(-block // size)
         start, end = (min(block, place * most) for place in (rank, rank + 1))
@@ -120,7 +123,8 @@ def slice_of_blocks(
         offsets[dim], sizes[dim] = first + start, end - start
         boxes.append(Box(tuple(offsets), tuple(sizes)))
         first += block
-    return ModelSlice(shape, tuple(boxes), dim, group, grad)
+        largest += most
+    return ModelSlice(shape, tuple(boxes), dim, group, grad, largest)
 
 
 def model_slice_of(param: Tensor) -> ModelSlice | None:

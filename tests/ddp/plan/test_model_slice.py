@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from maingrad.ddp.plan.cut import Box
-from maingrad.ddp.plan.model_slice import ModelSlice, model_slice_of, set_model_slice, slice_of_marks
+from maingrad.ddp.plan.model_slice import ModelSlice, model_slice_of, set_model_slice, slice_of_blocks, slice_of_marks
 from maingrad.launch import simulate
 
 
@@ -59,6 +59,24 @@ def test_an_uneven_cut_is_as_large_as_its_largest_slice():
         return ModelSlice((7, 2), (Box((start, 0), (rows, 2)),), 0, group, "slice").largest_shape
 
     assert simulate(largest, 2) == [(4, 2), (4, 2)]
+
+
+@pytest.mark.parametrize(
+    ("blocks", "local", "largest"),
+    [
+        ([3, 3], [4, 2], 4),  # gate and up: the first rank has two rows of each
+        ([1, 2], [2, 1], 2),
+        ([4, 2], [3, 3], 3),  # q, and k and v of fewer heads
+    ],
+)
+def test_each_block_of_a_packed_weight_is_cut(blocks, local, largest):
+    def cut():
+        group = torch.distributed.group.WORLD
+        found = slice_of_blocks((sum(blocks), 2), 0, blocks, group, group.rank())
+        return found.local_shape, found.largest_shape, found.is_uneven
+
+    uneven = largest * 2 != sum(blocks)
+    assert simulate(cut, 2) == [((rows, 2), (largest, 2), uneven) for rows in local]
 
 
 def test_what_is_said_of_a_parameter_fits_it():
