@@ -11,6 +11,7 @@ from foreign import ForeignProvider
 from gloo import run_ranks
 from loops import FEATURES, assert_same, ddp_backward, loss_of, make_batches, make_model, weights, wrap
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 
 from maingrad.ddp import (
@@ -22,6 +23,8 @@ from maingrad.ddp import (
     recorded_backward_order,
 )
 from maingrad.ddp.buckets.bucket import Phase
+from maingrad.ddp.plan.owned_params import find_owned_params
+from maingrad.ddp.wrapper import setup_checks
 from maingrad.kernels import wgrad_accumulate
 from maingrad.launch import simulate
 from maingrad.te_integration import Linear
@@ -190,6 +193,23 @@ def averaging_on_gloo() -> str:
 
 def test_average_in_collective_on_gloo_is_refused() -> None:
     assert all("backend is gloo; leave it None" in message for message in run_ranks(averaging_on_gloo, 2))
+
+
+@pytest.mark.parametrize(
+    ("overlap", "connections", "refused"), [(True, "1", True), (False, "1", False), (True, "8", False)]
+)
+def test_one_queue_of_a_gpu_is_refused_where_reductions_overlap(
+    overlap: bool, connections: str, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", connections)
+    with FakeTensorMode():  # a GPU that need not be there
+        model = nn.Linear(2, 2, device="cuda")
+    config, owned = DistributedDataParallelConfig(overlap_grad_reduce=overlap), find_owned_params(model)
+    if refused:
+        with pytest.raises(ValueError, match="CUDA_DEVICE_MAX_CONNECTIONS=1 would queue .*; unset the variable"):
+            DistributedDataParallel(model, config)
+    else:
+        assert setup_checks._check_setup(model, owned, config, []) == torch.device("cuda", 0)
 
 
 # ---- Models that differ between ranks. ----
