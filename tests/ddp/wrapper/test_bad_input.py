@@ -206,7 +206,7 @@ def test_one_queue_of_a_gpu_is_refused_where_reductions_overlap(
         model = nn.Linear(2, 2, device="cuda")
     config, owned = DistributedDataParallelConfig(overlap_grad_reduce=overlap), find_owned_params(model)
     if refused:
-        with pytest.raises(ValueError, match="CUDA_DEVICE_MAX_CONNECTIONS=1 would queue .*; unset the variable"):
+        with pytest.raises(ValueError, match=r"CUDA_DEVICE_MAX_CONNECTIONS=1 would queue .*; unset the variable"):
             DistributedDataParallel(model, config)
     else:
         assert setup_checks._check_setup(model, owned, config, []) == torch.device("cuda", 0)
