@@ -365,3 +365,14 @@ def test_watchers_are_told_of_each_end_step_and_discard_once(monkeypatch: pytest
     ddp.unwrap()
     assert iteration_ends.num_changes() > before
     assert not iteration_ends.is_in_wrapper(model[0])
+
+
+def test_who_reads_grad_and_steps_not_has_skipped_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loss scaler that has found Inf: its optimizer calls nothing of the wrapper."""
+    monkeypatch.setattr(iteration_ends, "_watchers", [watcher := Watcher()])
+    model = nn.Linear(5, 2)
+    ddp = DistributedDataParallel(model)
+    ddp(torch.full((3, 5), torch.inf)).sum().backward()
+    assert not ddp.module.weight.grad.norm().isfinite()
+    ddp.zero_grad()
+    assert watcher.told == [("ended", model, 1), ("discarded", model, True)]

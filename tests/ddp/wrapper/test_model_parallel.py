@@ -165,6 +165,24 @@ def norms_of(way: str) -> list[str]:
     return found
 
 
+def test_slices_are_copied_among_the_ranks_that_hold_them() -> None:
+    """``broadcast_params`` behind a load that only the first ranks have read."""
+
+    def on_each_rank() -> None:
+        dp, tp = groups()
+        index = dist.get_rank() % 2
+        ddp = DistributedDataParallel(Cut(index), process_group=dp, tensor_parallel_group=tp)
+        with torch.no_grad():
+            for param in ddp.parameters():
+                param += 1 + dist.get_rank()
+        ddp.broadcast_params()
+        first = Cut(index)
+        assert torch.equal(ddp.module.up.weight, first.up.weight + 1 + index)
+        assert torch.equal(ddp.module.norm.weight, first.norm.weight + 1)
+
+    simulate(on_each_rank, 4)
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_what_would_cover_one_ranks_slices_is_refused(way: str) -> None:
     for text in all_texts(norms_of, way):
