@@ -263,7 +263,7 @@ class DistributedDataParallel(BucketIteration):
         info = ShardInfo(
             spec.name, spec.shape, *held.counted_from(whole.start), self.grids[layout.grid_name],
             self.reductions[layout.grid_name].num_replicas, "", self.grids["dense"], spec.name in self.slices,
-            flat=True,
+            flat=True, model_slice=self.model_slices.get(spec.name),
         )  # fmt: skip
         return entry.bucket.reduced[slice(*held.counted_from(owned.start))], info
 

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,19 @@ import torch
 import torch.distributed as dist
 from foreign import ForeignProvider
 from gloo import run_ranks
-from loops import FEATURES, assert_same, ddp_backward, loss_of, make_batches, make_model, weights, wrap
+from loops import (
+    FEATURES,
+    assert_same,
+    ddp_backward,
+    loss_of,
+    main_grads,
+    make_batches,
+    make_model,
+    plain_backward,
+    plain_grads,
+    weights,
+    wrap,
+)
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
@@ -23,6 +36,7 @@ from maingrad.ddp import (
     recorded_backward_order,
 )
 from maingrad.ddp.buckets.bucket import Phase
+from maingrad.ddp.plan.layout import GradPlan
 from maingrad.ddp.plan.owned_params import find_owned_params
 from maingrad.ddp.wrapper import setup_checks
 from maingrad.kernels import wgrad_accumulate
@@ -212,6 +226,14 @@ def test_one_queue_of_a_gpu_is_refused_where_reductions_overlap(
         assert setup_checks._check_setup(model, owned, config, []) == torch.device("cuda", 0)
 
 
+def test_alone_averages_need_no_backend() -> None:
+    """A world of one has no collective, in which an average could be taken."""
+    ddp, twin = wrap(make_model(), average_in_collective=True), make_model(fuse=False)
+    ddp_backward(ddp, make_batches(2))
+    plain_backward(twin, make_batches(2))
+    assert_same(main_grads(ddp), plain_grads(twin))
+
+
 # ---- Models that differ between ranks. ----
 
 
@@ -277,6 +299,32 @@ def test_models_that_differ_between_ranks_are_refused_on_every_rank(
             wrap(build(torch.distributed.get_rank()))
 
     simulate(wrap_mine, 3)
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        ("end", "bucket 0 of 128 elements torch.float32 in 1 shards where rank 2 has bucket 0 of 256 elements"),
+        ("shard_degree", "in 1 shards where rank 2 has .* in 2 shards"),
+        ("grad_dtype", "torch.float32 in 1 shards where rank 2 has .* torch.bfloat16"),
+    ],
+)
+def test_plans_that_differ_between_ranks_are_refused_on_every_rank(changed: str, text: str) -> None:
+    """As by another version of the library on one host."""
+
+    def compare_mine() -> None:
+        ddp = wrap(nn.Linear(2, 2))
+        (buffer,), (bucket,) = ddp.plan.buffers, ddp.plan.buckets
+        if dist.get_rank() == 2 and changed == "grad_dtype":
+            slots = [replace(slot, spec=replace(slot.spec, grad_dtype=torch.bfloat16)) for slot in bucket.slots]
+            bucket = replace(bucket, slots=tuple(slots))
+        elif dist.get_rank() == 2:
+            bucket = replace(bucket, **{changed: 2 * getattr(bucket, changed)})
+        plan = GradPlan((replace(buffer, buckets=(bucket,)),))
+        with pytest.raises(ValueError, match=rf"the gradient plan differs between ranks .*: rank 0 has .*{text}"):
+            setup_checks.check_same_model(plan, [], ddp.grids, ddp.failures)
+
+    simulate(compare_mine, 3)
 
 
 def test_settings_that_differ_between_ranks_are_refused_on_every_rank() -> None:

@@ -201,6 +201,31 @@ def test_experts_that_differ_are_refused_where_each_rank_is_an_instance() -> Non
     simulate(wraps, 2)
 
 
+def test_experts_that_differ_are_refused_beside_slices_that_do_not() -> None:
+    def wraps() -> None:
+        model = Mixture(dist.get_rank(), 0, frozen=False)
+        model.dense.weight.tensor_model_parallel = True  # type: ignore[assignment]
+        model.dense.weight.partition_dim = 0  # type: ignore[assignment]
+        with pytest.raises(ValueError, match=r"'expert\.\w+' is an expert's.* differs between ranks"):
+            DistributedDataParallel(model)
+
+    simulate(wraps, 2)
+
+
+def test_experts_that_a_rank_has_alone_may_have_a_shape_of_their_own() -> None:
+    def train() -> Tensor:
+        rank = dist.get_rank()
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1 + rank, bias=False))
+        model[1].weight.allreduce = False  # type: ignore[assignment]
+        ddp = DistributedDataParallel(model, expert_process_group=WORLD_OF_ONE)
+        ddp(torch.ones(1, 2)).sum().backward()
+        ddp.finish_grad_sync()
+        assert model[1].weight.main_grad.shape == (1 + rank, 2)  # type: ignore[union-attr]
+        return model[0].weight.main_grad.clone()  # type: ignore[operator]
+
+    assert torch.equal(*simulate(train, 2))
+
+
 def test_frozen_experts_may_differ_where_nothing_touches_them() -> None:
     simulate(refused_without_a_group, 2, "ddp", True, True)
     first, second = simulate(wraps_without_a_group, 2, "ddp", 2, True, False, lambda: None)

@@ -1,5 +1,6 @@
 """Models cut by tensor or pipeline parallelism, told by Megatron-core's marks alone: right, or refused by name."""
 
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -220,6 +221,23 @@ def searched_for_nan() -> int:
 
 def test_nan_is_looked_for_where_all_slices_are_known() -> None:
     assert all(simulate(searched_for_nan, 4))
+
+
+def test_tensor_parallel_ranks_reduce_in_one_order() -> None:
+    """What they have copies of comes behind the same slices on all of them."""
+
+    def wraps() -> str:
+        dp, tp = groups()
+        index = dist.get_rank() % 2
+        model = nn.ModuleDict({"up": Cut(index).up, "down": Cut(index).up})
+        ranks = {"process_group": dp, "tensor_parallel_group": tp}
+        order = ["down.weight", "up.weight"][:: 1 - 2 * index]
+        config = DistributedDataParallelConfig(bucket_size=1)
+        return refusal(lambda: DistributedDataParallel(model, config, backward_order=order, **ranks))
+
+    for text in simulate(wraps, 4):
+        assert "the cut model differs between ranks" in text
+        assert re.search(r"rank \d has 'up.weight' \[8, 4\] .* in bucket 1 where rank \d has .* in bucket 0", text)
 
 
 def with_a_marked_expert() -> float:
