@@ -113,8 +113,9 @@ def test_errors_are_those_of_whoever_failed() -> None:
         recording.nothing  # noqa: B018
     with pytest.raises(AttributeError, match="'broken'"):
         recording.broken  # noqa: B018
-    with pytest.raises(AttributeError, match="no_history"):  # and not 'last'
-        recording.last  # noqa: B018
+    for kind in (Recording, type("FurtherDown", (Recording,), {})):
+        with pytest.raises(AttributeError, match="no_history"):  # and not 'last'
+            kind(Scaled()).last  # noqa: B018
     bare = DistributedDataParallel.__new__(DistributedDataParallel)  # as pickle and copy make one
     with pytest.raises(AttributeError, match="'DistributedDataParallel' object has no attribute 'config'"):
         bare.config  # noqa: B018

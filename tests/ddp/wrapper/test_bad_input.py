@@ -26,6 +26,7 @@ from loops import (
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 from maingrad.ddp import (
     WORLD_OF_ONE,
@@ -89,6 +90,9 @@ def test_recording_the_order_leaves_gradients_and_random_numbers_alone() -> None
     for param, (grad, values) in zip(model.parameters(), before, strict=True):
         assert param.grad is grad
         assert torch.equal(grad, values)
+    model.zero_grad()
+    loss_of(model, make_batches(1)[0]).backward()
+    assert all(param.grad is not None for param in model.parameters()), "no hook is left"
 
 
 class Chain(nn.Module):
@@ -115,6 +119,21 @@ def test_the_recorded_order_is_that_of_the_first_of_the_ranks() -> None:
 
     X = torch.ones(1, 2)
     assert simulate(on_each_rank, 3) == [["layers.b.weight", "layers.a.weight", "layers.unused.weight"]] * 3
+
+
+def test_the_recorded_order_is_that_of_first_gradients_and_has_what_is_trained() -> None:
+    """Under reentrant recompute a layer that is used twice gets its gradient twice."""
+    chain = Chain("bab")
+    chain.layers["unused"].requires_grad_(False)
+    layers = [chain.layers[name] for name in chain.order]
+
+    def loss_of_parts(_: nn.Module) -> Tensor:
+        x = torch.ones(1, 2, requires_grad=True)
+        for layer in layers:
+            x = checkpoint(layer, x, use_reentrant=True)
+        return x.sum()
+
+    assert recorded_backward_order(chain, loss_of_parts) == ["layers.b.weight", "layers.a.weight"]
 
 
 def test_a_model_that_another_provider_owns_is_refused() -> None:
