@@ -1,5 +1,6 @@
 """Models cut by tensor or pipeline parallelism, told by Megatron-core's marks alone: right, or refused by name."""
 
+import math
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -238,6 +239,19 @@ def test_tensor_parallel_ranks_reduce_in_one_order() -> None:
     for text in simulate(wraps, 4):
         assert "the cut model differs between ranks" in text
         assert re.search(r"rank \d has 'up.weight' \[8, 4\] .* in bucket 1 where rank \d has .* in bucket 0", text)
+
+
+def test_nan_in_one_ranks_slice_is_found_on_all() -> None:
+    def on_each_rank() -> None:
+        dp, tp = groups()
+        config = DistributedDataParallelConfig(check_for_nan_in_grad=True)
+        model = Cut(dist.get_rank() % 2).up
+        ddp = DistributedDataParallel(model, config, process_group=dp, tensor_parallel_group=tp)
+        ddp(torch.full((1, 4), math.nan if dist.get_rank() == 3 else 1.0)).sum().backward()
+        with pytest.raises(FloatingPointError, match="parameter 'weight' holds NaN or Inf on rank 3"):
+            ddp.finish_grad_sync()
+
+    simulate(on_each_rank, 4)
 
 
 def with_a_marked_expert() -> float:

@@ -66,6 +66,18 @@ def test_nothing_is_added_to_gradients_that_were_divided_by_tokens(overlap: bool
     assert [param.grad.norm().item() for param in ddp.parameters()] == before
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_second_backward_before_the_division_by_tokens_is_added(overlap: bool) -> None:
+    ddp = wrap(make_model(), calculate_per_token_loss=True, overlap_grad_reduce=overlap)
+    twin = plain_twin(ddp.module)
+    ddp.set_num_tokens(4)
+    for batch in make_batches(2):
+        loss_of(ddp, batch).backward()
+        loss_of(twin, batch).backward()
+    ddp.finish_grad_sync()
+    assert_same(main_grads(ddp), {name: grad / 4 for name, grad in plain_grads(twin).items()})
+
+
 class Looks(torch.optim.Optimizer):
     """Notes the dtypes of the gradients that its step is given."""
 
