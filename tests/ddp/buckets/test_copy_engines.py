@@ -1,5 +1,7 @@
 """When gathers of parameters run on copy engines: the rule of "auto", what ranks tell each other, and refusals."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +12,7 @@ from reaching_ranks import everywhere
 from torch import nn
 
 from maingrad.ddp import WORLD_OF_ONE, DistributedDataParallel, DistributedDataParallelConfig
-from maingrad.ddp.buckets import copy_engines
+from maingrad.ddp.buckets import buffer, copy_engines
 from maingrad.ddp.buckets.buffer import MappedPool
 from maingrad.ddp.buckets.copy_engines import (
     MIN_SHARD_NBYTES,
@@ -202,3 +204,47 @@ def test_what_cannot_gather_by_copy_engines_is_refused_where_it_is_asked_to(
         got = ", ".join(sorted(backends))
         with pytest.raises(ValueError, match=f"the option needs parameters on CUDA, .*; got cuda:0 and {got};"):
             check_copy_engines(True, backends, gpu, "the option")
+
+
+# ---- Mapped memory. ----
+
+
+def test_memory_is_allocated_in_the_pool_and_mapped_by_all_ranks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    notes: list[str] = []
+
+    def noted(name: str) -> Callable[..., None]:
+        return lambda *_, **__: notes.append(name)
+
+    @contextmanager
+    def use_mem_pool(pool: object, device: torch.device) -> Iterator[None]:
+        notes.append(f"in {pool}")
+        yield
+        notes.append("out")
+
+    backend = SimpleNamespace(
+        mem_allocator="NCCL's memory", register_mem_pool=lambda pool, *, symm: notes.append(f"map {pool} {symm}")
+    )
+    monkeypatch.setattr(buffer, "backend_on", lambda *_: backend)
+    monkeypatch.setattr(dist, "all_reduce", noted("communicator"))
+    monkeypatch.setattr(dist, "barrier", noted("barrier"))
+    monkeypatch.setattr(torch.cuda, "synchronize", noted("synchronize"))
+    monkeypatch.setattr(torch.cuda, "MemPool", lambda allocator: f"pool of {allocator}")
+    monkeypatch.setattr(torch.cuda, "use_mem_pool", use_mem_pool)
+    monkeypatch.setattr(MappedPool, "num_made", 0)
+    (layout,) = DistributedDataParallel(nn.Linear(2, 2)).plan.buffers
+    pool = "pool of NCCL's memory"
+    group: Any = object()
+    buffer.FlatBuffer(layout, torch.float32, CPU, mapped_in=group)
+    waits = ["synchronize", "barrier"]
+    assert notes == ["communicator", f"in {pool}", "out", *waits, f"map {pool} True", *waits]
+    assert MappedPool.num_made == 1
+    notes.clear()
+    memory = buffer.ReleasableBuffer(8, torch.float32, CPU)
+    memory.pool = MappedPool(group, CPU)
+    for taken in (["communicator"], [f"in {pool}", "out"]):
+        assert notes == taken
+        notes.clear()
+        memory.release()
+        memory.take()
+    buffer.FlatBuffer(layout, torch.float32, CPU)
+    assert MappedPool.num_made == 2

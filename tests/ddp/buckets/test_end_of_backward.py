@@ -16,6 +16,8 @@ from watching import Watcher
 
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from maingrad.ddp.buckets import iteration_ends
+from maingrad.ddp.buckets.checks import check_nothing_bypassed
+from maingrad.ddp.contract.record import GradRecord
 from maingrad.launch import simulate
 from maingrad.te_integration import Linear, WgradQueue, delayed_wgrad
 
@@ -288,6 +290,44 @@ def test_what_one_forward_has_not_reached_waits_where_its_backward_is_under_no_s
             torch.testing.assert_close(mine.grad.norm(), plain.grad.norm(), rtol=1e-12, atol=1e-12)
 
 
+class Chosen(nn.Module):
+    """Runs the layer that is asked for, once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(7, 7, dtype=torch.float64) for _ in range(3)])
+
+    def forward(self, x: Tensor, index: int, recomputes: bool) -> Tensor:
+        layer = self.layers[index]
+        out: Tensor = checkpoint(layer, x, use_reentrant=True) if recomputes else layer(x)
+        return out
+
+
+@pytest.mark.parametrize(
+    "forwards",
+    [
+        pytest.param([(0, False), (2, False)], id="of_two_layers"),
+        pytest.param([(2, False), (0, False)], id="in_another_order"),
+        pytest.param([(2, True)], id="recomputed"),
+        pytest.param([(2, True), (2, False)], id="recomputed_and_not"),
+        pytest.param([(2, True), (0, False)], id="recomputed_and_another"),
+    ],
+)
+def test_forwards_that_share_a_backward_reach_what_any_of_them_reaches(forwards: list[tuple[int, bool]]) -> None:
+    """Nothing is launched as unused that gets a gradient, by an earlier forward or inside a recompute."""
+    net = Chosen()
+    twin = copy.deepcopy(net)
+    config = DistributedDataParallelConfig(overlap_grad_reduce=True, find_unused_parameters=True, bucket_size=1)
+    model = DistributedDataParallel(net, config)
+    x = torch.ones(2, 7, dtype=torch.float64, requires_grad=True)
+    for each in (model, twin):
+        sum(each(x, *forward).square().sum() for forward in forwards).backward()
+    model.finish_grad_sync()
+    for mine, plain in zip(net.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine.main_grad, torch.zeros_like(plain) if plain.grad is None else plain.grad)
+
+
 @pytest.mark.parametrize("bucket_size", [1, None], ids=["buckets of their own", "one bucket"])
 def test_what_one_part_does_not_use_waits_for_the_part_that_does(bucket_size: int | None) -> None:
     """Two stages of a pipeline have an end each. The last forward of the first stage does not reach the other end."""
@@ -376,3 +416,29 @@ def test_who_reads_grad_and_steps_not_has_skipped_a_step(monkeypatch: pytest.Mon
     assert not ddp.module.weight.grad.norm().isfinite()
     ddp.zero_grad()
     assert watcher.told == [("ended", model, 1), ("discarded", model, True)]
+
+
+@pytest.mark.parametrize(
+    ("state", "refusal"),
+    [
+        (
+            "wrapped",
+            r"here: .* '1.bias' was put into .grad by hand.* Where it was you .*add_grad\(param, grad\) in its",
+        ),
+        ("of a unit", r"here: .* by hand.* Gradients made by hand go into .grad of model.parameters\(\), after"),
+        ("exposed", None),
+        ("pending", None),
+        ("none", None),
+    ],
+)
+def test_a_gradient_that_no_hook_has_seen_is_refused_with_the_callers_remedy(state: str, refusal: str | None) -> None:
+    param, record = (
+        nn.Parameter(torch.zeros(2)),
+        GradRecord("1.bias", torch.zeros(2), first_write_overwrites=False, shared=False),
+    )
+    param.grad = None if state == "none" else torch.ones(2)
+    record.make_room = (lambda: None) if state == "of a unit" else None
+    record.exposed = state == "exposed"
+    record.pending = [object()] if state == "pending" else []  # type: ignore[list-item]
+    with nullcontext() if refusal is None else pytest.raises(RuntimeError, match=refusal):
+        check_nothing_bypassed([(param, record)], "here")

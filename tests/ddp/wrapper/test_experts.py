@@ -17,7 +17,10 @@ from maingrad.ddp import (
     load_checkpoint,
     save_checkpoint,
 )
+from maingrad.ddp.collectives.failure_report import FailureReporter
+from maingrad.ddp.collectives.rank_grid import make_grid
 from maingrad.ddp.plan.owned_params import buffers_of_experts, is_marked_expert
+from maingrad.ddp.wrapper.setup_checks import check_undeclared_parts
 from maingrad.fsdp import fully_shard
 from maingrad.launch import simulate
 
@@ -224,6 +227,22 @@ def test_experts_that_a_rank_has_alone_may_have_a_shape_of_their_own() -> None:
         return model[0].weight.main_grad.clone()  # type: ignore[operator]
 
     assert torch.equal(*simulate(train, 2))
+
+
+def test_a_refusal_names_the_callers_option_and_remedy() -> None:
+    """``fully_shard`` has a mesh in place of process groups."""
+
+    def compare() -> None:
+        part = nn.Parameter(torch.full((2, 2), float(dist.get_rank())))
+        part.tensor_model_parallel, part.partition_dim = True, 0  # type: ignore[attr-defined]
+        everyone, failures = make_grid(None), FailureReporter()
+        with pytest.raises(ValueError, match=r"'p' is a slice .* pass the data-parallel group as mesh, or"):
+            check_undeclared_parts([("p", part)], [], everyone, failures, option="mesh")
+        with pytest.raises(ValueError, match=r"'p' is an expert's .* hold the same experts: shard them first$"):
+            check_undeclared_parts([], [("p", part)], everyone, failures, remedy="shard them first")
+        check_undeclared_parts([("p", part.detach())], [], everyone, failures)  # has no mark
+
+    simulate(compare, 2)
 
 
 def test_frozen_experts_may_differ_where_nothing_touches_them() -> None:
