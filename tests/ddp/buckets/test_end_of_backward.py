@@ -529,9 +529,10 @@ def test_watchers_are_told_of_each_end_step_and_discard_once(monkeypatch: pytest
     [
         lambda ddp: ddp.module.weight.grad.norm(),
         lambda ddp: ddp.expose_grads(),
+        lambda ddp: [piece.grad for piece in DistributedOptimizer(ddp).slices],
         lambda ddp: nn.utils.clip_grad_norm_(ddp.parameters(), 1.0),
     ],
-    ids=["reads", "exposes", "clips"],
+    ids=["reads", "exposes", "reads slices", "clips"],
 )
 def test_who_looks_at_gradients_and_steps_not_has_skipped_a_step(
     look: Callable[[DistributedDataParallel], Any], monkeypatch: pytest.MonkeyPatch

@@ -1,13 +1,15 @@
 """Iterations that end in an odd way: read twice, given up late, gone on with when nothing can be added any more."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from loops import assert_same, loss_of, main_grads, make_batches, make_model, plain_grads, plain_twin, wrap
+from loops import assert_same, loss_of, main_grads, make_batches, make_model, plain_grads, plain_twin, weights, wrap
 from torch import Tensor, nn
 
+from maingrad.ddp import DistributedOptimizer
 from maingrad.ddp.wrapper.parts import parts_of
 from maingrad.launch import simulate
 from maingrad.te_integration import WgradQueue, delayed_wgrad
@@ -58,8 +60,12 @@ def test_nothing_is_added_to_gradients_that_were_divided_by_tokens(overlap: bool
     ddp.set_num_tokens(4)
     loss_of(ddp, first).backward()
     before = [param.grad.norm().item() for param in ddp.parameters()]
-    with pytest.raises(RuntimeError, match="received a gradient after bucket 0"):
-        loss_of(ddp, second).backward()
+    for again in (
+        lambda: loss_of(ddp, second),
+        lambda: ddp.module[0](second).sum(),
+    ):  # all, and a layer called directly
+        with pytest.raises(RuntimeError, match=r"received a gradient after bucket 0 .* was reduced: run earlier"):
+            again().backward()
     ddp.zero_grad()
     ddp.set_num_tokens(4)
     loss_of(ddp, first).backward()
@@ -268,6 +274,48 @@ def test_gradients_are_shown_when_all_parts_have_ended(overlap: bool) -> None:
     assert [param.grad.norm() for param in ddp.parameters()] == [param.grad.norm() for param in twin.parameters()]
 
 
+def test_parts_launch_nothing_without_overlap_before_the_reduction() -> None:
+    ddp = wrap(make_model())
+    parts, net = ddp.grad_parts, ddp.module
+    parts.begin(net, net.parameters())
+    with parts.backward(net, final=True):
+        loss_of(ddp, make_batches(1)[0]).backward()
+    parts.end(net)
+    assert {bucket.phase.value for bucket in ddp.buckets} == {"accumulating"}
+
+
+def test_a_part_that_runs_past_the_wrapper_launches_tied_weights_in_its_backward() -> None:
+    """It may have frozen parameters as well, which no bucket has."""
+    net = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False), nn.Linear(8, 8).requires_grad_(False))
+    net[1].weight = net[0].weight
+    ddp = wrap(net, overlap_grad_reduce=True)
+    ddp.grad_parts.begin(net, net.parameters())
+    with ddp.grad_parts.backward(net, final=True):
+        loss_of(net, make_batches(1)[0]).backward()
+    assert {bucket.phase.value for bucket in ddp.buckets} == {"reducing"}
+    ddp.grad_parts.end(net)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_step_behind_a_second_backward_reduces_what_it_has_added(overlap: bool) -> None:
+    """The first was read. Each rank has data of its own."""
+
+    def train(reads: bool) -> dict[str, Tensor]:
+        ddp = wrap(make_model(), overlap_grad_reduce=overlap, use_distributed_optimizer=True)
+        optimizer = DistributedOptimizer(ddp, lr=0.1)
+        for index, batch in enumerate(make_batches(2, seed=torch.distributed.get_rank())):
+            with nullcontext() if reads or index else ddp.no_sync():
+                loss_of(ddp, batch).backward()
+            if reads and not index:
+                assert all(param.grad.norm() > 0 for param in ddp.parameters())
+        optimizer.step()
+        return weights(ddp)
+
+    for found, expected in zip(simulate(train, 2, True), simulate(train, 2, False), strict=True):
+        for name, weight in found.items():
+            torch.testing.assert_close(weight, expected[name])
+
+
 def test_parts_under_no_sync_add_and_launch_nothing() -> None:
     """A schedule runs several times for one step, as for microbatches that do not fit at once."""
     ddp = wrap(make_model(), overlap_grad_reduce=True)
@@ -316,4 +364,8 @@ def test_parts_of_modules_around_wrappers_and_inside() -> None:
     around = nn.ModuleList([first, nn.Linear(2, 2), second])
     assert parts_of([around]) == [first.grad_parts, second.grad_parts]
     assert parts_of([second.module[0], second.module, first.module[3]]) == [second.grad_parts, first.grad_parts]
+    assert parts_of([nn.ModuleList([first.module[0]])]) == [first.grad_parts], "a layer inside of one, inside of a list"
     assert parts_of([nn.Linear(2, 2)]) == []
+    sharded: Any = nn.Linear(2, 2)
+    sharded.grad_parts = parts = object()  # as a unit of fully_shard has, whose parameters say nothing
+    assert parts_of([nn.Sequential(nn.Tanh(), sharded)]) == [parts]
