@@ -34,6 +34,28 @@ def test_finish_grad_sync_behind_a_read_changes_nothing(overlap: bool) -> None:
     assert all(map(torch.equal, grads, [param.grad for param in ddp.parameters()]))
 
 
+@pytest.mark.parametrize("give_up", ["abandon_iteration", "zero_grad", "unwrap"])
+def test_what_forwards_have_written_ahead_may_be_given_up(give_up: str) -> None:
+    """``LinearCrossEntropy`` writes in the forward, and its backward did not come: no reduction may miss it."""
+
+    class Ahead:
+        def before_write(self, record: object) -> None:
+            """Other writes may come before."""
+
+        def check_all_came(self, record: object) -> None:
+            raise RuntimeError("a backward has not come")
+
+    ddp = wrap(make_model(), overlap_grad_reduce=True)
+    with ddp.no_sync():
+        loss_of(ddp, make_batches(1)[0]).backward()
+    ddp.records[0].ahead = Ahead()
+    with pytest.raises(RuntimeError, match="a backward has not come"):
+        ddp.start_grad_sync()
+    getattr(ddp, give_up)()
+    assert all(record.ahead is None for record in ddp.records)
+    assert {bucket.phase.value for bucket in ddp.buckets} == {"idle"}
+
+
 def test_an_iteration_is_not_abandoned_over_the_head_of_a_queue() -> None:
     model = make_model()
     twin = plain_twin(model)
