@@ -172,7 +172,9 @@ def test_only_gathers_that_overlap_have_a_group_of_their_own(overlap: bool) -> N
     )
 
     def run() -> bool:
-        grid = DistributedDataParallel(nn.Linear(4, 4), config).grids["dense"]
+        ddp = DistributedDataParallel(nn.Linear(4, 4), config)
+        grid = ddp.grids["dense"]
+        assert {id(each) for each in ddp.failures.grids} == {id(grid)}
         return grid.gather is not grid.inner
 
     assert simulate(run, 2) == [overlap] * 2

@@ -95,6 +95,15 @@ def test_recording_the_order_leaves_gradients_and_random_numbers_alone() -> None
     assert all(param.grad is not None for param in model.parameters()), "no hook is left"
 
 
+def test_recording_an_order_that_fails_leaves_a_plain_model() -> None:
+    model = nn.Linear(2, 2)
+    model.weight.grad = grad = torch.ones(2, 2)
+    with pytest.raises(ZeroDivisionError):
+        recorded_backward_order(model, lambda _: 1 / 0)  # type: ignore[arg-type, return-value]
+    assert model.weight.grad is grad
+    assert not hasattr(model.weight, "main_grad") and not model.weight._post_accumulate_grad_hooks
+
+
 class Chain(nn.Module):
     """Its first layer is used by no loss, and the last rank has the others in another order."""
 

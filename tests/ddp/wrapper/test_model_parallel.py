@@ -254,6 +254,26 @@ def test_nan_in_one_ranks_slice_is_found_on_all() -> None:
     simulate(on_each_rank, 4)
 
 
+def test_tensor_parallel_ranks_take_the_same_steps() -> None:
+    """Data-parallel ranks agree among themselves, and the slices would part."""
+
+    def on_each_rank() -> None:
+        dp, tp = groups()
+        model = Cut(dist.get_rank() % 2)
+        ddp = DistributedDataParallel(model, process_group=dp, tensor_parallel_group=tp)
+        for step in range(2):
+            for _ in range(1 + step * (dist.get_rank() % 2)):
+                loss = ddp(torch.ones(1, 4)).square().sum()
+            loss.backward()
+            if step == 0:
+                ddp.finish_grad_sync()
+                ddp.zero_grad()
+        with pytest.raises(RuntimeError, match=r"skipped different batches .*: 0 on ranks 0, 2, 1 on ranks 1, 3"):
+            ddp.finish_grad_sync()
+
+    simulate(on_each_rank, 4)
+
+
 def with_a_marked_expert() -> float:
     """Megatron-core marks experts too, which have ranks of their own."""
     dp, _ = groups()
