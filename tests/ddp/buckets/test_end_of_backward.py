@@ -332,27 +332,13 @@ def test_forwards_that_share_a_backward_reach_what_any_of_them_reaches(forwards:
         torch.testing.assert_close(mine.main_grad, torch.zeros_like(plain) if plain.grad is None else plain.grad)
 
 
-def test_a_parameter_that_a_forward_returns_is_used() -> None:
-    class Scaled(nn.Linear):
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            return super().forward(x), self.bias
-
-    net = Scaled(3, 3)
-    config = DistributedDataParallelConfig(overlap_grad_reduce=True, find_unused_parameters=True, bucket_size=1)
-    model = DistributedDataParallel(nn.ModuleList([net])[0], config)
-    out, bias = model(torch.ones(2, 3))
-    (out.detach().sum() * bias.sum() + out.sum() * 0 + bias.square().sum()).backward()
-    model.finish_grad_sync()
-    torch.testing.assert_close(net.bias.main_grad, out.detach().sum() + 2 * bias.detach())
-
-
 class Tied(nn.Module):
     """Runs two layers of one weight, the first of them recomputed or not."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.last, self.other = (nn.Linear(7, 7, bias=False, dtype=torch.float64) for _ in range(3))
+        self.other, self.first, self.last = (nn.Linear(7, 7, bias=False, dtype=torch.float64) for _ in range(3))
 
     def tie(self) -> "Tied":
         self.last.weight = self.first.weight
