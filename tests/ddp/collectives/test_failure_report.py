@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -11,8 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from watching import Watcher
 
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
+from maingrad.ddp.buckets import iteration_ends
 from maingrad.ddp.collectives import failure_report
 from maingrad.ddp.collectives.failure_report import CollectiveError, Watch, ask_others, with_more_text
 from maingrad.launch import simulate
@@ -137,6 +139,11 @@ def test_every_collective_of_a_training_is_watched(name: str, monkeypatch: pytes
 
         return call
 
+    class Agrees(Watcher):
+        def ended(self, model: nn.Module, axes: Sequence[dist.ProcessGroup], trained: Collection[int]) -> None:
+            for group in axes:
+                dist.all_reduce(torch.zeros(1), group=group)
+
     def train() -> None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
         ends = mesh.get_group("pp")
@@ -159,6 +166,7 @@ def test_every_collective_of_a_training_is_watched(name: str, monkeypatch: pytes
 
     for collective in COLLECTIVES:
         monkeypatch.setattr(dist, collective, checked(collective, getattr(dist, collective)))
+    monkeypatch.setattr(iteration_ends, "_watchers", [Agrees()])
     monkeypatch.setattr(Watch, "__enter__", enter)
     monkeypatch.setattr(Watch, "__exit__", leave)
     simulate(train, 4)

@@ -8,8 +8,10 @@ import torch
 import torch.distributed as dist
 from loops import assert_same, loss_of, main_grads, make_batches, make_model, plain_grads, plain_twin, weights, wrap
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from maingrad.ddp import DistributedOptimizer
+from maingrad.ddp.contract.record import GradRecord
 from maingrad.ddp.wrapper.parts import parts_of
 from maingrad.launch import simulate
 from maingrad.te_integration import WgradQueue, delayed_wgrad
@@ -104,6 +106,33 @@ def test_a_second_backward_before_the_division_by_tokens_is_added(overlap: bool)
         loss_of(twin, batch).backward()
     ddp.finish_grad_sync()
     assert_same(main_grads(ddp), {name: grad / 4 for name, grad in plain_grads(twin).items()})
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_wrapper_inside_a_recomputed_region_gives_nothing_up(overlap: bool) -> None:
+    """Its forward runs again while the backward is under way, which has not failed."""
+    ddp = wrap(make_model(), overlap_grad_reduce=overlap)
+    twin = plain_twin(ddp.module)
+    first, second = make_batches(2)
+    with ddp.no_sync():
+        loss_of(ddp, first).backward()
+    (checkpoint(ddp, second, use_reentrant=False) - 1).square().mean().backward()
+    ddp.finish_grad_sync()
+    assert ddp.iteration == 0
+    for batch in (first, second):
+        loss_of(twin, batch).backward()
+    assert_same(main_grads(ddp), plain_grads(twin))
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+def test_no_first_write_of_an_iteration_reads_what_lies_there(fuse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU would have to be waited for. Only what the program has written by hand is looked at."""
+    monkeypatch.setattr(GradRecord, "_check_zero", lambda record: pytest.fail(f"{record.name} was read"))
+    ddp = wrap(make_model(fuse=fuse))
+    for batch in make_batches(3):
+        loss_of(ddp, batch).backward()
+        ddp.finish_grad_sync()
+        ddp.zero_grad()
 
 
 class Looks(torch.optim.Optimizer):
