@@ -51,8 +51,6 @@ def test_what_forwards_have_written_ahead_may_be_given_up(give_up: str) -> None:
     with ddp.no_sync():
         loss_of(ddp, make_batches(1)[0]).backward()
     ddp.records[0].ahead = Ahead()
-    with pytest.raises(RuntimeError, match="a backward has not come"):
-        ddp.start_grad_sync()
     getattr(ddp, give_up)()
     assert all(record.ahead is None for record in ddp.records)
     assert {bucket.phase.value for bucket in ddp.buckets} == {"idle"}
