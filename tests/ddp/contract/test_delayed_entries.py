@@ -216,8 +216,9 @@ def test_parameters_that_are_made_anew_are_marked_and_a_copy_tells_nobody() -> N
     assert told == []
 
 
-def test_zero_grad_gives_up_what_nobody_can_compute_any_more() -> None:
-    """The queue was let go with its gradients. What another queue still holds is to be computed."""
+@pytest.mark.parametrize("give_up", ["zero_grad", "forget_iteration"])
+def test_what_nobody_can_compute_any_more_is_given_up(give_up: str) -> None:
+    """By a program, or after a capture that failed: what another queue still holds is to be computed."""
     layers = nn.Sequential(*[Linear(4, 4, bias=False, fuse_wgrad_accumulation=True) for _ in range(2)])
     ddp = DistributedDataParallel(layers)
     let_go, kept = WgradQueue(), WgradQueue()
@@ -233,9 +234,9 @@ def test_zero_grad_gives_up_what_nobody_can_compute_any_more() -> None:
     with pytest.raises(
         RuntimeError, match=r"zero_grad_buffer\(\) while .* of 1 parameter\(s\) are pending: '1.weight'"
     ):
-        ddp.zero_grad()
+        getattr(ddp, give_up)()
     kept.drain()
-    ddp.zero_grad()
+    getattr(ddp, give_up)()
     layers(torch.ones(2, 4)).sum().backward()
     ddp.finish_grad_sync()
     assert torch.equal(layers[0].weight.main_grad, 2 * layers[1].weight.sum(0)[:, None].expand(4, 4))  # type: ignore
