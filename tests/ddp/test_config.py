@@ -1,8 +1,7 @@
 """Names that users of FSDP2, torch's DDP and Megatron write: the error has what to write in their place."""
 
 from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig
-from maingrad.ddp.buckets.copy_engines import MIN_SHARD_NBYTES, Gather, large_enough
 from maingrad.fsdp import MixedPrecisionPolicy, fully_shard
 
 SLIPS: dict[str, tuple[Callable[[Any], object], str]] = {
@@ -124,17 +122,3 @@ def test_copy_engines_are_of_gpus() -> None:
     for wanted in (False, "auto"):
         config = DistributedDataParallelConfig(**options, copy_engine_param_gather=wanted)
         assert not DistributedDataParallel(nn.Linear(2, 2), config).copy_engines
-
-
-def test_copy_engines_gain_where_half_of_the_bytes_are_in_large_shards() -> None:
-    group: Any = SimpleNamespace(size=lambda: 4)
-    least = 4 * MIN_SHARD_NBYTES
-
-    def gathers(*sizes: int) -> list[Gather]:
-        return [Gather(size, cast("Any", group)) for size in sizes]
-
-    assert large_enough(gathers(least))
-    assert large_enough(gathers(least, least // 2, least // 2))
-    assert not large_enough(gathers(least, least // 2, least // 2 + 1))
-    assert not large_enough(gathers(least - 1))
-    assert not large_enough([])

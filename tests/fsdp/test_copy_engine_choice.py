@@ -1,6 +1,6 @@
 """copy_engine_gather="auto", the default, and copy_engine_param_gather="auto": when gathers run on copy engines."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, NoReturn
 
@@ -8,117 +8,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from gloo import run_ranks
+from reaching_ranks import everywhere
 from torch import Tensor, nn
 
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from maingrad.ddp.buckets import copy_engines
 from maingrad.ddp.buckets.buffer import MappedPool
-from maingrad.ddp.buckets.copy_engines import MIN_SHARD_NBYTES, Gather, choose_copy_engines, large_enough
-from maingrad.ddp.collectives.failure_report import FailureReporter
 from maingrad.fsdp import GraphedTrainingStep, fully_shard
 from maingrad.fsdp.iteration import connect
 from maingrad.fsdp.module import root_of
 from maingrad.launch import simulate
 
-CPU = torch.device("cpu")
-LARGE = 2 * MIN_SHARD_NBYTES
-
-
-class Group:
-    """A process group, of which only the number of ranks counts."""
-
-    def __init__(self, size: int) -> None:
-        self.number = size
-
-    def size(self) -> int:
-        return self.number
-
 
 def refuse(*_: object) -> NoReturn:
     raise AssertionError("a rank without copy engines exchanges nothing, and maps nothing")
-
-
-def everywhere(monkeypatch: pytest.MonkeyPatch, **replaced: Callable[..., Any]) -> None:
-    """Ranks on CPUs stand for GPUs of one host that reach each other; ``replaced`` functions say otherwise."""
-    names = [f"gpu {rank}" for rank in range(8)]
-    told = {
-        "_exist": lambda *_: True,
-        "_fits_process": lambda *_: True,
-        "_peers": lambda _: copy_engines._Peers(names[dist.get_rank()], frozenset(names)),
-        **replaced,
-    }
-    for name, function in told.items():
-        monkeypatch.setattr(copy_engines, name, function)
-
-
-def choices(num_ranks: int, nbytes: int = LARGE) -> list[bool]:
-    def choose() -> bool:
-        world = dist.group.WORLD
-        assert world is not None
-        return choose_copy_engines([Gather(nbytes, world)], [world], CPU, FailureReporter())
-
-    return simulate(choose, num_ranks)
-
-
-# ---- The rule. ----
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "size", "chosen"),
-    [
-        ([], 2, False),
-        ([LARGE], 2, True),
-        ([LARGE - 2], 2, False),
-        ([LARGE], 4, False),  # a shard is half as large
-        ([2 * LARGE], 4, True),
-        ([LARGE, LARGE // 2, LARGE // 2], 2, True),
-        ([LARGE, LARGE // 2, LARGE // 2 + 2], 2, False),
-    ],
-)
-def test_half_of_the_bytes_are_in_buckets_of_large_shards(nbytes: list[int], size: int, chosen: bool) -> None:
-    group: Any = Group(size)
-    assert large_enough([Gather(each, group) for each in nbytes]) is chosen
-
-
-def test_all_ranks_choose_copy_engines_where_all_can(monkeypatch: pytest.MonkeyPatch) -> None:
-    everywhere(monkeypatch)
-    assert choices(2) == [True] * 2
-    assert choices(2, nbytes=LARGE - 2) == [False] * 2
-
-
-@pytest.mark.parametrize("rank", [0, 2])
-def test_one_rank_that_cannot_decides_for_all(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    everywhere(monkeypatch, _fits_process=lambda _: dist.get_rank() != rank)
-    assert choices(3, nbytes=2 * LARGE) == [False] * 3
-
-
-def test_ranks_that_do_not_reach_each_other_gather_by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two hosts of two GPUs: also ranks whose own pair of groups is on one host choose as the others do."""
-
-    def peers(_: torch.device) -> copy_engines._Peers:
-        host = dist.get_rank() // 2
-        return copy_engines._Peers(f"gpu {dist.get_rank()}", frozenset({f"gpu {2 * host}", f"gpu {2 * host + 1}"}))
-
-    everywhere(monkeypatch, _peers=peers)
-    assert choices(2) == [True] * 2
-    assert choices(4, nbytes=2 * LARGE) == [False] * 4
-
-
-def test_groups_on_one_host_each_are_chosen_among_several_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hybrid sharding: gathers stay inside a host, and only replicas' reductions leave the host."""
-
-    def peers(_: torch.device) -> copy_engines._Peers:
-        host = dist.get_rank() // 2
-        return copy_engines._Peers(f"gpu {dist.get_rank()}", frozenset({f"gpu {2 * host}", f"gpu {2 * host + 1}"}))
-
-    everywhere(monkeypatch, _peers=peers)
-
-    def choose() -> bool:
-        inner = [dist.new_group([0, 1]), dist.new_group([2, 3])][dist.get_rank() // 2]
-        outer = [dist.new_group([0, 2]), dist.new_group([1, 3])][dist.get_rank() % 2]
-        return choose_copy_engines([Gather(LARGE, inner)], [inner, outer], CPU, FailureReporter())
-
-    assert simulate(choose, 4) == [True] * 4
 
 
 # ---- Without copy engines: what a program sees. ----

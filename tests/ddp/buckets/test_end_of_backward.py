@@ -14,8 +14,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from watching import Watcher
 
-from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
+from maingrad.ddp import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    DistributedOptimizer,
+)
 from maingrad.ddp.buckets import iteration_ends
+from maingrad.ddp.buckets.checks import check_nothing_bypassed
+from maingrad.ddp.contract.record import GradRecord
 from maingrad.launch import simulate
 from maingrad.te_integration import Linear, WgradQueue, delayed_wgrad
 
@@ -288,6 +294,143 @@ def test_what_one_forward_has_not_reached_waits_where_its_backward_is_under_no_s
             torch.testing.assert_close(mine.grad.norm(), plain.grad.norm(), rtol=1e-12, atol=1e-12)
 
 
+class Chosen(nn.Module):
+    """Runs the layer that is asked for, once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(7, 7, dtype=torch.float64) for _ in range(3)])
+
+    def forward(self, x: Tensor, index: int, recomputes: bool) -> Tensor:
+        layer = self.layers[index]
+        out: Tensor = checkpoint(layer, x, use_reentrant=True) if recomputes else layer(x)
+        return out
+
+
+@pytest.mark.parametrize(
+    "forwards",
+    [
+        pytest.param([(0, False), (2, False)], id="of_two_layers"),
+        pytest.param([(2, False), (0, False)], id="in_another_order"),
+        pytest.param([(2, True)], id="recomputed"),
+        pytest.param([(2, True), (2, False)], id="recomputed_and_not"),
+        pytest.param([(2, True), (0, False)], id="recomputed_and_another"),
+    ],
+)
+def test_forwards_that_share_a_backward_reach_what_any_of_them_reaches(forwards: list[tuple[int, bool]]) -> None:
+    """Nothing is launched as unused that gets a gradient, by an earlier forward or inside a recompute."""
+    net = Chosen()
+    twin = copy.deepcopy(net)
+    config = DistributedDataParallelConfig(overlap_grad_reduce=True, find_unused_parameters=True, bucket_size=1)
+    model = DistributedDataParallel(net, config)
+    x = torch.ones(2, 7, dtype=torch.float64, requires_grad=True)
+    for each in (model, twin):
+        sum(each(x, *forward).square().sum() for forward in forwards).backward()
+    model.finish_grad_sync()
+    for mine, plain in zip(net.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine.main_grad, torch.zeros_like(plain) if plain.grad is None else plain.grad)
+
+
+class Tied(nn.Module):
+    """Runs two layers of one weight, the first of them recomputed or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.other, self.first, self.last = (nn.Linear(7, 7, bias=False, dtype=torch.float64) for _ in range(3))
+
+    def tie(self) -> "Tied":
+        self.last.weight = self.first.weight
+        return self
+
+    def forward(self, x: Tensor, recomputes: bool) -> Tensor:
+        def inner(x: Tensor) -> Tensor:
+            return self.other(self.first(x).tanh())  # type: ignore[no-any-return]
+
+        for _ in range(2):
+            x = checkpoint(inner, x, use_reentrant=True) if recomputes else inner(x)
+        out: Tensor = self.last(x)
+        return out
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_model_may_begin_to_recompute_after_its_first_forward(tied: bool) -> None:
+    """Its graph was walked once, and had no recompute."""
+    net = Tied().tie() if tied else Tied()
+    twin = copy.deepcopy(net)
+    model = DistributedDataParallel(net, DistributedDataParallelConfig(overlap_grad_reduce=True, bucket_size=1))
+    x = torch.ones(2, 7, dtype=torch.float64, requires_grad=True)
+    for recomputes in (False, True):
+        for each in (model, twin):
+            each.zero_grad()
+            each(x, recomputes).square().sum().backward()
+        model.finish_grad_sync()
+        for mine, plain in zip(net.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(mine.main_grad, plain.grad)
+
+
+def test_a_layer_that_is_called_directly_begins_an_iteration_and_shows_its_gradient() -> None:
+    model = DistributedDataParallel(nn.Linear(3, 3, bias=False))
+    for value in (1.0, 2.0):
+        model.module(torch.full((1, 3), value)).sum().backward()
+        assert torch.equal(model.module.weight.grad + 0, torch.full((3, 3), value))
+        model.module.weight.grad = None
+
+
+def test_a_backward_that_trains_nothing_reduces_nothing_behind_one_that_failed() -> None:
+    """An attack on inputs, after a layer that was called directly has failed in its backward."""
+    _FailsOnce.failed = False
+    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    model = DistributedDataParallel(net, DistributedDataParallelConfig(overlap_grad_reduce=True))
+    with pytest.raises(RuntimeError, match="the first backward fails"):
+        net[1](_FailsOnce.apply(net[0](torch.ones(2, 3)))).sum().backward()
+    x = torch.ones(2, 3, requires_grad=True)
+    torch.autograd.grad(model(x).sum(), x)
+    assert {bucket.phase.value for bucket in model.buckets} == {"accumulating"}
+    assert net[1].weight.grad is None
+
+
+def test_a_delayed_gradient_that_is_computed_in_the_backward_is_reduced_in_it() -> None:
+    """As a schedule does between two layers: the bucket need not wait for the backward's end."""
+    net = nn.Sequential(*[Linear(4, 4, bias=False, fuse_wgrad_accumulation=True) for _ in range(2)])
+    model = DistributedDataParallel(net, DistributedDataParallelConfig(overlap_grad_reduce=True, bucket_size=1))
+    queue, phases = WgradQueue(), []
+
+    def drain(grad: Tensor) -> None:
+        queue.drain()
+        phases.append({record.name: bucket.phase.value for bucket in model.buckets for record in bucket.records})
+
+    net[0].register_forward_hook(lambda module, args, out: out.register_hook(drain) and None)
+    with delayed_wgrad(queue):
+        loss = model(torch.ones(2, 4)).sum()
+    loss.backward()
+    assert phases == [{"1.weight": "reducing", "0.weight": "idle"}]
+    queue.drain()
+
+
+def test_gradients_are_not_scaled_in_a_backward_that_adds_to_them() -> None:
+    model = DistributedDataParallel(nn.Linear(3, 3))
+    model(torch.ones(1, 3)).sum().backward()
+    assert model.module.weight.grad.norm() > 0
+    out = model(torch.ones(1, 3))
+    out.register_hook(lambda grad: model.scale_gradients(2.0))
+    with pytest.raises(RuntimeError, match=r"scale_gradients\(\) in a hook, while a backward is under way"):
+        out.sum().backward()
+
+
+def test_a_refused_reduction_leaves_nothing_that_zero_grad_would_not_clear() -> None:
+    """No gradient was reduced, and one was put into .grad by hand."""
+    net = nn.Linear(3, 3)
+    model = DistributedDataParallel(net)
+    net.weight.grad = torch.ones(3, 3)
+    with pytest.raises(RuntimeError, match=r"put into \.grad by hand"):
+        model.finish_grad_sync()
+    model.zero_grad()
+    assert net.weight.grad is None
+    model.finish_grad_sync()
+
+
 @pytest.mark.parametrize("bucket_size", [1, None], ids=["buckets of their own", "one bucket"])
 def test_what_one_part_does_not_use_waits_for_the_part_that_does(bucket_size: int | None) -> None:
     """Two stages of a pipeline have an end each. The last forward of the first stage does not reach the other end."""
@@ -365,3 +508,69 @@ def test_watchers_are_told_of_each_end_step_and_discard_once(monkeypatch: pytest
     ddp.unwrap()
     assert iteration_ends.num_changes() > before
     assert not iteration_ends.is_in_wrapper(model[0])
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda ddp: ddp.module.weight.grad.norm(),
+        lambda ddp: ddp.expose_grads(),
+        lambda ddp: [piece.grad for piece in DistributedOptimizer(ddp).slices],
+        lambda ddp: nn.utils.clip_grad_norm_(ddp.parameters(), 1.0),
+    ],
+    ids=["reads", "exposes", "reads slices", "clips"],
+)
+def test_who_looks_at_gradients_and_steps_not_has_skipped_a_step(
+    look: Callable[[DistributedDataParallel], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loss scaler that has found Inf: its optimizer calls nothing of the wrapper."""
+    monkeypatch.setattr(iteration_ends, "_watchers", [watcher := Watcher()])
+    model = nn.Linear(5, 2)
+    ddp = DistributedDataParallel(model)
+    ddp(torch.full((3, 5), torch.inf)).sum().backward()
+    look(ddp)
+    ddp.zero_grad()
+    assert watcher.told == [("ended", model, 1), ("discarded", model, True)]
+
+
+def test_an_iteration_ends_when_all_buckets_are_reduced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step waits for them one by one, and updates the first while others are reduced."""
+    phases = []
+
+    class Looks(Watcher):
+        def ended(self, *args: Any) -> None:
+            phases.append({bucket.phase.value for bucket in ddp.buckets})
+
+    monkeypatch.setattr(iteration_ends, "_watchers", [Looks()])
+    layers = nn.Sequential(*[nn.Linear(40, 40) for _ in range(4)])
+    ddp = DistributedDataParallel(layers, DistributedDataParallelConfig(overlap_grad_reduce=True, bucket_size=1000))
+    optimizer = DistributedOptimizer(ddp, lr=0.1)
+    ddp(torch.ones(2, 40)).sum().backward()
+    optimizer.step()
+    assert phases == [{"reduced"}]
+
+
+@pytest.mark.parametrize(
+    ("state", "refusal"),
+    [
+        (
+            "wrapped",
+            r"here: .* '1.bias' was put into .grad by hand.* Where it was you .*add_grad\(param, grad\) in its",
+        ),
+        ("of a unit", r"here: .* by hand.* Gradients made by hand go into .grad of model.parameters\(\), after"),
+        ("exposed", None),
+        ("pending", None),
+        ("none", None),
+    ],
+)
+def test_a_gradient_that_no_hook_has_seen_is_refused_with_the_callers_remedy(state: str, refusal: str | None) -> None:
+    param, record = (
+        nn.Parameter(torch.zeros(2)),
+        GradRecord("1.bias", torch.zeros(2), first_write_overwrites=False, shared=False),
+    )
+    param.grad = None if state == "none" else torch.ones(2)
+    record.make_room = (lambda: None) if state == "of a unit" else None
+    record.exposed = state == "exposed"
+    record.pending = [object()] if state == "pending" else []  # type: ignore[list-item]
+    with nullcontext() if refusal is None else pytest.raises(RuntimeError, match=refusal):
+        check_nothing_bypassed([(param, record)], "here")

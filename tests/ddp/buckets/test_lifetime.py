@@ -10,6 +10,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from maingrad.ddp import DistributedDataParallel, DistributedOptimizer
+from maingrad.ddp.buckets import iteration_ends
 from maingrad.launch import simulate
 
 pytestmark = pytest.mark.usefixtures("no_garbage_collector")
@@ -220,3 +221,11 @@ def test_a_graph_that_outlives_its_wrapper_delivers_to_plain_grad() -> None:
     del ddp
     loss.backward()
     assert all(parameter.grad.any() for parameter in model.parameters())
+
+
+def test_nothing_is_kept_of_the_backwards_of_models_that_are_gone() -> None:
+    before = len(iteration_ends._trained)
+    ddp = DistributedDataParallel(nn.Linear(2, 2))
+    assert len(iteration_ends._trained) == before + 1
+    del ddp
+    assert len(iteration_ends._trained) == before

@@ -242,6 +242,21 @@ def test_a_bad_gradient_of_an_earlier_backward_of_the_iteration_is_found() -> No
     simulate(on_each_rank, 2)
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_nan_and_inf_are_bad_whatever_an_average_multiplies_by(value: float, dtype: torch.dtype) -> None:
+    """Two ranks halve their gradients, so that twice the largest number would be sent."""
+
+    def on_each_rank() -> None:
+        config = DistributedDataParallelConfig(check_for_nan_in_grad=True)
+        model = DistributedDataParallel(torch.nn.Linear(2, 2, bias=False, dtype=dtype), config)
+        model(torch.full((1, 2), value if dist.get_rank() else 1.0, dtype=dtype)).sum().backward()
+        with pytest.raises(FloatingPointError, match="parameter 'weight' holds NaN or Inf on rank 1"):
+            model.finish_grad_sync()
+
+    simulate(on_each_rank, 2)
+
+
 def test_a_world_of_one_is_searched_too() -> None:
     model, _ = make()
     backwards(model, seed=1, layer="second", value=math.inf, at=0)

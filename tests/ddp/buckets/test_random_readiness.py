@@ -1,5 +1,6 @@
 """Gradients come in another order on every rank, and collectives are slow: the results stay the same."""
 
+import dataclasses
 import functools
 import random
 import time
@@ -18,6 +19,7 @@ from towers import WIDTH as TOWER_WIDTH
 from towers import Tower
 
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
+from maingrad.ddp.buckets.graph_walk import differentiable_tensors, walk_graph
 from maingrad.launch import simulate
 from maingrad.te_integration import Linear
 
@@ -198,3 +200,25 @@ def test_delays_of_100_ms_change_nothing(what: str) -> None:
         # Two buckets; three steps of three layers.
         assert (ours.reductions, ours.gathers, ours.computes) == (6, 6, 9)
         assert ours.seconds > 3 * DELAY
+
+
+# ---- What a forward returns. ----
+
+
+@dataclasses.dataclass
+class Output:
+    """As a model of Hugging Face's returns."""
+
+    loss: Tensor
+    caches: list[dict[str, Any]]
+
+
+def test_tensors_that_a_backward_may_come_through_are_found_in_any_structure() -> None:
+    leaf, plain = torch.ones(1, requires_grad=True), torch.ones(1)
+    made = [leaf * number for number in range(4)]
+    inner = Output(made[2], [{"k": (made[3], plain), "n": 3}])
+    outer = Output(made[0], [{"k": made[1]}, {"inner": inner}])
+    found = differentiable_tensors({"out": outer, "class": Output, "leaf": leaf})
+    assert {id(each) for each in found} == {id(each) for each in (*made, leaf)}
+    walk = walk_graph([*made[:1], leaf])
+    assert (walk.leaves, walk.recomputes) == ({id(leaf)}, False)

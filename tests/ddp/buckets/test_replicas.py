@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from writing_modules import ActNorm, ClampedLinear, Codebook, WritingModel
 
 from maingrad.ddp import (
@@ -16,6 +17,8 @@ from maingrad.ddp import (
     DistributedOptimizer,
     GraphedTrainingStep,
 )
+from maingrad.ddp.buckets.replicas import find_parted
+from maingrad.ddp.collectives.failure_report import FailureReporter
 from maingrad.launch import simulate
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -301,6 +304,69 @@ def test_the_comparison_names_all_ranks_that_differ_and_counts_parameters() -> N
             step(model, optimizer, torch.ones(2, 4))
 
     simulate(on_each_rank, 4)
+
+
+def test_frozen_parameters_are_compared() -> None:
+    def on_each_rank() -> None:
+        model = nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 4))
+        wrapped, optimizer = wrap(model, "all-reduce", check_replicas_every=1)
+        model[0].weight.data += dist.get_rank()
+        with pytest.raises(RuntimeError, match=r"replicas have parted: parameter '0.weight'"):
+            step(wrapped, optimizer, torch.ones(2, 4))
+
+    simulate(on_each_rank, 2)
+
+
+@pytest.mark.parametrize("dim", ["replicate", "shard"])
+def test_replicas_are_compared_along_each_dim_of_a_mesh(dim: str) -> None:
+    def on_each_rank() -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        config = DistributedDataParallelConfig(use_distributed_optimizer=True, check_replicas_every=1)
+        model = DistributedDataParallel(nn.Linear(4, 4), config, process_group=mesh)
+        model.module.weight.data += mesh.get_local_rank(dim)
+        model(torch.ones(2, 4)).sum().backward()
+        with pytest.raises(RuntimeError, match="replicas have parted: parameter 'weight'"):
+            model.finish_grad_sync()
+
+    simulate(on_each_rank, 4)
+
+
+DTYPES = [torch.bool, torch.uint8, torch.float8_e4m3fn, torch.int16, torch.bfloat16, torch.float32, torch.int64]
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64, torch.complex64, torch.complex128])
+def test_values_of_every_dtype_and_stride_are_compared(dtype: torch.dtype) -> None:
+    """Frozen parameters may be quantised."""
+
+    def on_each_rank(apart: bool) -> list[str]:
+        values = torch.zeros(5, 3)
+        values[4, 1] = apart * dist.get_rank()
+        tensors = [("whole", values.to(dtype)), ("transposed", values.to(dtype).t())]
+        return [*find_parted([*tensors, ("none", values.to(dtype)[:0])], [dist.group.WORLD], FailureReporter())]
+
+    assert simulate(on_each_rank, 2, False) == [[]] * 2
+    assert simulate(on_each_rank, 2, True) == [["whole", "transposed"]] * 2
+
+
+def test_a_slice_that_a_rank_has_alone_may_be_written() -> None:
+    """It is no replica, though tensor-parallel ranks have others of the same parameter."""
+
+    def on_each_rank() -> None:
+        layer = Clamped()
+        layer.weight.tensor_model_parallel, layer.weight.partition_dim = True, 0
+        ranks = {"process_group": WORLD_OF_ONE, "tensor_parallel_group": dist.group.WORLD}
+        DistributedDataParallel(layer, **ranks)(torch.ones(1, 2)).sum().backward()
+
+    class Clamped(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(2, 2, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.weight.clamp_(-0.1, 0.1)
+            return super().forward(x)
+
+    simulate(on_each_rank, 2)
 
 
 def test_elements_that_have_changed_places_are_found() -> None:

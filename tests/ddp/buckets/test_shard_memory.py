@@ -20,6 +20,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from maingrad.ddp import DistributedDataParallel, DistributedOptimizer, GradScaler, clip_grad_norm
 from maingrad.ddp.buckets import reducer as reducer_module
+from maingrad.ddp.buckets.bucket import Phase
+from maingrad.ddp.buckets.buffer import Meter, ReleasableBuffer
+from maingrad.ddp.collectives.streams import recording
 from maingrad.ddp.gathers.param_gather import ParamGather
 from maingrad.launch import simulate
 
@@ -403,3 +406,125 @@ def test_a_model_may_be_let_go_in_the_middle_of_another_optimizers_step() -> Non
     finally:
         handle.remove()
     assert reference() is None
+
+
+# ---- What lies in buckets, and memory that is freed and taken again. ----
+
+
+@pytest.mark.parametrize(
+    "config", [{}, {"pad_buckets_for_high_nccl_busbw": True}, {"bucket_size": 1}, {"keep_params_whole": True}], ids=str
+)
+def test_padding_is_zero_when_an_iteration_begins(config: dict[str, Any]) -> None:
+    """Clipping multiplies whole buckets, and a NaN would stay there."""
+
+    def on_each_rank() -> int:
+        layers = [nn.Linear(5, 7), nn.Linear(7, 3), nn.Linear(3, 2)]
+        ddp = wrap(nn.Sequential(*layers), **{"use_distributed_optimizer": True, **config})
+        ddp(torch.ones(2, 5)).sum().backward()
+        ddp.finish_grad_sync()
+        for bucket in ddp.buckets:
+            bucket.grad_data.fill_(torch.nan)
+        ddp.zero_grad()
+        found = 0
+        for bucket in ddp.buckets:
+            outside = torch.ones(bucket.layout.numel, dtype=torch.bool)
+            for slot in bucket.layout.slots:
+                outside[slot.start - bucket.layout.start : slot.end - bucket.layout.start] = False
+            assert not bucket.grad_data[outside].any()
+            found += int(outside.sum())
+        return found
+
+    assert all(simulate(on_each_rank, 2))
+
+
+def test_buckets_come_in_the_order_of_their_launches() -> None:
+    """Whatever buffers they lie in: gradients of two dtypes take turns."""
+    layers = [nn.Linear(4, 4, bias=False, dtype=dtype) for dtype in (torch.float64, FP32, torch.float64, FP32)]
+    ddp = wrap(nn.Sequential(*layers), bucket_size=1, overlap_grad_reduce=True)
+    assert [bucket.index for bucket in ddp.buckets] == [0, 1, 2, 3]
+    assert [bucket.records[0].name for bucket in ddp.buckets] == ["3.weight", "2.weight", "1.weight", "0.weight"]
+
+
+LEGAL = {
+    Phase.IDLE: {Phase.ACCUMULATING, Phase.READY, Phase.REDUCING},
+    Phase.ACCUMULATING: {Phase.READY, Phase.REDUCING, Phase.IDLE},
+    Phase.READY: {Phase.REDUCING, Phase.IDLE},
+    Phase.REDUCING: {Phase.REDUCED},
+    Phase.REDUCED: {Phase.IDLE},
+}
+
+
+def test_a_bucket_goes_from_phase_to_phase_as_an_iteration_does() -> None:
+    ways = {Phase.IDLE: [], Phase.ACCUMULATING: [Phase.ACCUMULATING], Phase.READY: [Phase.READY]}
+    ways |= {Phase.REDUCING: [Phase.REDUCING], Phase.REDUCED: [Phase.REDUCING, Phase.REDUCED]}
+    for before, way in ways.items():
+        for after in Phase:
+            (bucket,) = wrap(nn.Linear(2, 2)).buckets
+            for phase in way:
+                bucket.phase = phase
+            if after in LEGAL[before]:
+                bucket.phase = after
+                assert bucket.idle is (after is Phase.IDLE)
+            else:
+                with pytest.raises(RuntimeError, match=rf"bucket 0 .* from {before.value} to {after.value}"):
+                    bucket.phase = after
+                assert bucket.phase is before
+
+
+def test_a_view_that_outlives_its_memory_says_so() -> None:
+    def on_each_rank() -> None:
+        ddp = wrap(nn.Linear(16, 16), use_distributed_optimizer=True, release_grads=True)
+        kept: Any = ddp.module.weight.get_main_grad()  # type: ignore[operator]
+        ddp(torch.ones(1, 16)).sum().backward()
+        assert kept.sum() == 256
+        ddp.finish_grad_sync()
+        with pytest.raises(
+            RuntimeError, match=r"main_grad \(bucket 0 .* was freed after its reduction \(release_grads\)"
+        ):
+            kept.sum()
+        ddp.zero_grad()
+        ddp(torch.ones(1, 16)).sum().backward()
+        assert kept.sum() == 256, "the same view is valid again"
+
+    simulate(on_each_rank, 2)
+
+
+def test_ranks_that_keep_whole_gradients_keep_their_memory() -> None:
+    """Instances of one rank each have no shards."""
+
+    def on_each_rank() -> None:
+        config = {"use_distributed_optimizer": True, "release_grads": True, "num_distributed_optimizer_instances": 2}
+        ddp = wrap(nn.Linear(16, 16), **config)
+        ddp(torch.ones(1, 16)).sum().backward()
+        ddp.finish_grad_sync()
+        assert ddp.module.weight.main_grad.sum() == 256  # type: ignore[operator]
+
+    simulate(on_each_rank, 2)
+
+
+def test_the_meter_keeps_the_most_that_was_held_at_once() -> None:
+    meter = Meter()
+    for nbytes in (5, 3, -5, 4, -7):
+        meter.add(nbytes)
+    assert (meter.held_nbytes, meter.peak_nbytes) == (0, 8)
+
+
+def test_a_buffer_of_nothing_has_nothing_to_free() -> None:
+    memory = ReleasableBuffer(0, FP32, torch.device("cpu"))
+    memory.release()
+    assert memory.resident
+    assert memory.data.sum() == 0
+
+
+def test_replays_of_what_a_cpu_records_free_and_take_the_memory_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Callable[[], None]] = []
+    memory = ReleasableBuffer(4, FP32, torch.device("cpu"))
+    monkeypatch.setattr(recording, "graph", SimpleNamespace(calls=calls), raising=False)
+    memory.release()
+    memory.take()
+    monkeypatch.undo()
+    free, take = calls
+    free()
+    assert memory.data.untyped_storage().nbytes() == 0
+    take()
+    assert memory.data.zero_().sum() == 0

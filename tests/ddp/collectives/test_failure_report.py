@@ -2,13 +2,22 @@
 
 import threading
 import time
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from watching import Watcher
 
+from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
+from maingrad.ddp.buckets import iteration_ends
 from maingrad.ddp.collectives import failure_report
-from maingrad.ddp.collectives.failure_report import CollectiveError, ask_others, with_more_text
+from maingrad.ddp.collectives.failure_report import CollectiveError, Watch, ask_others, with_more_text
+from maingrad.launch import simulate
 
 
 def test_ranks_without_a_report_are_silent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,3 +102,72 @@ def test_more_text_leaves_an_error_what_it_is() -> None:
     assert (type(error), str(error)) == (FileNotFoundError, "no file; more")
     interrupt = KeyboardInterrupt()
     assert with_more_text(interrupt, "; more") is interrupt
+
+
+COLLECTIVES = (
+    "all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor", "broadcast", "all_gather_object",
+    "all_to_all_single", "new_group",
+)  # fmt: skip
+CONFIGS: dict[str, dict[str, Any]] = {
+    "all-reduce": {"check_for_nan_in_grad": True, "check_replicas_every": 1},
+    "ZeRO-1": {"use_distributed_optimizer": True, "calculate_per_token_loss": True},
+    "ZeRO-1, overlapped": {
+        "use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True,
+        "num_distributed_optimizer_instances": 2,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_collective_of_a_training_is_watched(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where one fails, its error says what this rank has waited for, and the other ranks are told."""
+    watched = threading.local()
+    seen: set[str] = set()
+
+    def enter(watch: Watch) -> None:
+        watched.depth = getattr(watched, "depth", 0) + 1
+
+    def leave(watch: Watch, *_: object) -> None:
+        watched.depth -= 1
+
+    def checked(collective: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if getattr(watched, "trains", False):
+                assert getattr(watched, "depth", 0), f"{collective} is not watched"
+                seen.add(collective)
+            return function(*args, **kwargs)
+
+        return call
+
+    class Agrees(Watcher):
+        def ended(self, model: nn.Module, axes: Sequence[dist.ProcessGroup], trained: Collection[int]) -> None:
+            for group in axes:
+                dist.all_reduce(torch.zeros(1), group=group)
+
+    def train() -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+        ends = mesh.get_group("pp")
+        model = nn.ModuleDict({"word": nn.Linear(4, 4, bias=False), "expert": nn.Linear(4, 4)})
+        model["word"].weight.shared_embedding = True
+        for param in model["expert"].parameters():
+            param.allreduce = False
+        config = DistributedDataParallelConfig(**CONFIGS[name])
+        watched.trains = True
+        ranks = {"process_group": mesh.get_group("dp"), "expert_process_group": mesh.get_group("dp")}
+        ddp = DistributedDataParallel(model, config, embedding_group=ends, **ranks)
+        optimizer = DistributedOptimizer(ddp, lr=0.1)
+        for _ in range(2):
+            model["expert"](model["word"](torch.ones(2, 4))).sum().backward()
+            ddp.finish_grad_sync(2 if config.calculate_per_token_loss else None)
+            optimizer.step()
+            ddp.zero_grad()
+        ddp.broadcast_params()
+        watched.trains = False
+
+    for collective in COLLECTIVES:
+        monkeypatch.setattr(dist, collective, checked(collective, getattr(dist, collective)))
+    monkeypatch.setattr(iteration_ends, "_watchers", [Agrees()])
+    monkeypatch.setattr(Watch, "__enter__", enter)
+    monkeypatch.setattr(Watch, "__exit__", leave)
+    simulate(train, 4)
+    assert seen >= {"all_reduce", "broadcast", "all_gather_object"}

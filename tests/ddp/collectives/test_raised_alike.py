@@ -10,6 +10,7 @@ import torch.distributed as dist
 from gloo import run_ranks
 from loops import assert_same, ddp_backward, make_batches, make_model, weights, wrap
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from maingrad.ddp import (
     DistributedDataParallel,
@@ -157,6 +158,19 @@ def test_a_model_that_one_rank_cannot_wrap_is_refused_on_all(what: str) -> None:
         return outcome(DistributedDataParallel, model, ZERO1)
 
     check(simulate(wrap_it, 3), MODELS[what][1])
+
+
+def test_a_model_that_one_rank_of_a_mesh_cannot_wrap_is_refused_on_all() -> None:
+    """Half of the ranks have the failing one neither in their instance nor among their replicas."""
+
+    def wrap_it() -> str:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        model = make_model()
+        if offends():
+            frozen(model)
+        return outcome(lambda: DistributedDataParallel(model, ZERO1, process_group=mesh))
+
+    check(simulate(wrap_it, 4), MODELS["frozen"][1])
 
 
 def test_a_backward_order_that_is_wrong_on_one_rank() -> None:

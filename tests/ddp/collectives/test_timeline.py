@@ -10,10 +10,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import nn
 
-from maingrad.ddp import DistributedDataParallel
+from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig
 from maingrad.ddp.collectives.in_flight import InFlight
 from maingrad.ddp.collectives.timeline import Timeline
+from maingrad.launch import simulate
 
 NAP = 0.02
 
@@ -173,3 +175,17 @@ def test_named_stretches_are_recorded() -> None:
     (phase,) = timeline.phases
     assert phase.name == "the update"
     assert phase.end - phase.start >= NAP
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_timeline_counts_the_bytes_of_whole_buckets(sharded: bool) -> None:
+    def on_each_rank() -> None:
+        config = DistributedDataParallelConfig(use_distributed_optimizer=sharded, overlap_grad_reduce=True)
+        ddp = DistributedDataParallel(nn.Linear(16, 16), config)
+        with ddp.record_timeline() as timeline:
+            ddp(torch.ones(1, 16)).sum().backward()
+            ddp.finish_grad_sync()
+        (bucket,) = ddp.buckets
+        assert [span.nbytes for span in timeline.buckets] == [4 * bucket.layout.numel]
+
+    simulate(on_each_rank, 2)

@@ -119,3 +119,15 @@ def test_a_weight_that_another_layer_shares_gets_both_gradients() -> None:
     ddp.finish_grad_sync()
     twin(batch(0)).square().sum().backward()
     torch.testing.assert_close(model.first.weight.main_grad, twin.first.weight.grad)
+
+
+@pytest.mark.parametrize("form", ["fused", "plain"])
+def test_a_weight_that_two_of_them_delay_is_refused(form: str) -> None:
+    """Gradients count once a backward: that of the second module to be heard would be lost."""
+    model = TiedToAnother(ForeignDelayedLinear(6, 6, **DELAYED_FORMS[form]))
+    model.second = ForeignDelayedLinear(6, 6, **DELAYED_FORMS[form])
+    model.second.weight = model.first.weight
+    ddp = DistributedDataParallel(model)
+    ddp(batch(0)).square().sum().backward()
+    with pytest.raises(RuntimeError, match=r"'first.weight': .* ran more often .* not tied to another that delays"):
+        backward_dw(model)

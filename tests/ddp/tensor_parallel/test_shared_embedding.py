@@ -1,5 +1,6 @@
 """An embedding that is tied over the first and the last pipeline stage: copies get the sum of the stages' gradients."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -118,6 +119,21 @@ def test_tokens_divide_the_sum() -> None:
     for found in simulate(with_tokens, 6):
         if found.dim():
             torch.testing.assert_close(found, stages[0].word.grad / 5)
+
+
+def two_backwards(under_no_sync: bool) -> Tensor:
+    """Both reduce: the sum over stages comes once, behind the second."""
+    _, data, model, _ = made("zero1", overlap_grad_reduce=True)
+    with model.no_sync() if under_no_sync else nullcontext():
+        model(data).backward()
+    model(data + 2).backward()
+    model.finish_grad_sync()
+    return torch.zeros(()) if model.shared_embedding is None else model.shared_embedding.bucket.reduced.clone()
+
+
+def test_a_second_backward_before_the_sum_is_added() -> None:
+    for found, expected in zip(simulate(two_backwards, 6, False), simulate(two_backwards, 6, True), strict=True):
+        torch.testing.assert_close(found, expected)
 
 
 def on_one_stage() -> bool:

@@ -36,8 +36,9 @@ def test_freezing_after_wrapping_is_refused_at_the_next_forward() -> None:
     ddp_backward(ddp, make_batches(1))
     ddp.module[0].weight.requires_grad_(False)
     ddp.zero_grad_buffer()
-    with pytest.raises(RuntimeError, match=r"parameter '0.weight' was frozen .* freeze before wrapping, or unwrap"):
-        ddp(make_batches(1)[0])
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"parameter '0.weight' was frozen .* freeze before wrapping, or unwrap"):
+            ddp(make_batches(1)[0])
     ddp.module[0].weight.requires_grad_(True)
     ddp(make_batches(1)[0])
 
@@ -118,6 +119,19 @@ def test_a_module_added_after_wrapping_is_refused_at_the_next_forward() -> None:
     ddp.module.append(nn.Linear(4, 4))
     with pytest.raises(RuntimeError, match=r"parameter '4.weight' .* not there when the model was wrapped"):
         ddp(make_batches(1)[0])
+
+
+def test_a_parameter_added_to_a_model_with_a_layer_frozen_meanwhile_is_refused() -> None:
+    """What was frozen has a gradient already, and keeps it."""
+    ddp = wrap(make_model())
+    batch = make_batches(1)[0]
+    with ddp.no_sync():
+        loss_of(ddp, batch).backward()
+    ddp.module[0].weight.requires_grad_(False)
+    ddp(batch)
+    ddp.module.scale = nn.Parameter(torch.ones(()))
+    with pytest.raises(RuntimeError, match=r"parameter 'scale' requires a gradient, .* not there"):
+        ddp(batch)
 
 
 def test_frozen_parameters_stay_plain_and_their_biases_train() -> None:
@@ -332,12 +346,17 @@ def move_the_model(model: nn.Module) -> None:
     model.to("meta")
 
 
+def take_a_parameter_away(model: nn.Module) -> None:
+    model[3].weight = None
+
+
 def replace_a_parameter(model: nn.Module) -> None:
     model[3].weight = nn.Parameter(model[3].weight.detach().clone())
 
 
 @pytest.mark.parametrize(
-    "move", [cast_the_model, cast_one_layer, cast_through_data, move_the_model, replace_a_parameter]
+    "move",
+    [cast_the_model, cast_one_layer, cast_through_data, move_the_model, take_a_parameter_away, replace_a_parameter],
 )
 def test_a_parameter_that_changed_its_place_or_dtype_is_refused_at_the_next_forward(
     move: Callable[[nn.Module], None],

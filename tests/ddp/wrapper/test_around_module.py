@@ -66,6 +66,18 @@ def test_attributes_and_methods_of_the_module() -> None:
     assert bool(ddp)
 
 
+def test_parameters_are_named_by_torchs_arguments() -> None:
+    model = nn.Sequential(make_model(), nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    model[2].weight = model[1].weight
+    ddp = wrap(model)
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    assert [name for name, _ in ddp.named_parameters("job", remove_duplicate=False)] == [
+        f"job.module.{name}" for name in names
+    ]
+    assert len(list(ddp.named_parameters())) == len(names) - 1
+    assert list(ddp.named_parameters(recurse=False)) == []
+
+
 def test_an_attribute_is_set_where_it_is_read() -> None:
     model = Scaled()
     ddp = wrap(model)
@@ -101,8 +113,9 @@ def test_errors_are_those_of_whoever_failed() -> None:
         recording.nothing  # noqa: B018
     with pytest.raises(AttributeError, match="'broken'"):
         recording.broken  # noqa: B018
-    with pytest.raises(AttributeError, match="no_history"):  # and not 'last'
-        recording.last  # noqa: B018
+    for kind in (Recording, type("FurtherDown", (Recording,), {})):
+        with pytest.raises(AttributeError, match="no_history"):  # and not 'last'
+            kind(Scaled()).last  # noqa: B018
     bare = DistributedDataParallel.__new__(DistributedDataParallel)  # as pickle and copy make one
     with pytest.raises(AttributeError, match="'DistributedDataParallel' object has no attribute 'config'"):
         bare.config  # noqa: B018

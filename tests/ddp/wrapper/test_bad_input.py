@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,9 +10,23 @@ import torch
 import torch.distributed as dist
 from foreign import ForeignProvider
 from gloo import run_ranks
-from loops import FEATURES, assert_same, ddp_backward, loss_of, make_batches, make_model, weights, wrap
+from loops import (
+    FEATURES,
+    assert_same,
+    ddp_backward,
+    loss_of,
+    main_grads,
+    make_batches,
+    make_model,
+    plain_backward,
+    plain_grads,
+    weights,
+    wrap,
+)
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 from maingrad.ddp import (
     WORLD_OF_ONE,
@@ -22,6 +37,9 @@ from maingrad.ddp import (
     recorded_backward_order,
 )
 from maingrad.ddp.buckets.bucket import Phase
+from maingrad.ddp.plan.layout import GradPlan
+from maingrad.ddp.plan.owned_params import find_owned_params
+from maingrad.ddp.wrapper import setup_checks
 from maingrad.kernels import wgrad_accumulate
 from maingrad.launch import simulate
 from maingrad.te_integration import Linear
@@ -72,6 +90,18 @@ def test_recording_the_order_leaves_gradients_and_random_numbers_alone() -> None
     for param, (grad, values) in zip(model.parameters(), before, strict=True):
         assert param.grad is grad
         assert torch.equal(grad, values)
+    model.zero_grad()
+    loss_of(model, make_batches(1)[0]).backward()
+    assert all(param.grad is not None for param in model.parameters()), "no hook is left"
+
+
+def test_recording_an_order_that_fails_leaves_a_plain_model() -> None:
+    model = nn.Linear(2, 2)
+    model.weight.grad = grad = torch.ones(2, 2)
+    with pytest.raises(ZeroDivisionError):
+        recorded_backward_order(model, lambda _: 1 / 0)  # type: ignore[arg-type, return-value]
+    assert model.weight.grad is grad
+    assert not hasattr(model.weight, "main_grad") and not model.weight._post_accumulate_grad_hooks
 
 
 class Chain(nn.Module):
@@ -98,6 +128,21 @@ def test_the_recorded_order_is_that_of_the_first_of_the_ranks() -> None:
 
     X = torch.ones(1, 2)
     assert simulate(on_each_rank, 3) == [["layers.b.weight", "layers.a.weight", "layers.unused.weight"]] * 3
+
+
+def test_the_recorded_order_is_that_of_first_gradients_and_has_what_is_trained() -> None:
+    """Under reentrant recompute a layer that is used twice gets its gradient twice."""
+    chain = Chain("bab")
+    chain.layers["unused"].requires_grad_(False)
+    layers = [chain.layers[name] for name in chain.order]
+
+    def loss_of_parts(_: nn.Module) -> Tensor:
+        x = torch.ones(1, 2, requires_grad=True)
+        for layer in layers:
+            x = checkpoint(layer, x, use_reentrant=True)
+        return x.sum()
+
+    assert recorded_backward_order(chain, loss_of_parts) == ["layers.b.weight", "layers.a.weight"]
 
 
 def test_a_model_that_another_provider_owns_is_refused() -> None:
@@ -192,6 +237,31 @@ def test_average_in_collective_on_gloo_is_refused() -> None:
     assert all("backend is gloo; leave it None" in message for message in run_ranks(averaging_on_gloo, 2))
 
 
+@pytest.mark.parametrize(
+    ("overlap", "connections", "refused"), [(True, "1", True), (False, "1", False), (True, "8", False)]
+)
+def test_one_queue_of_a_gpu_is_refused_where_reductions_overlap(
+    overlap: bool, connections: str, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", connections)
+    with FakeTensorMode():  # a GPU that need not be there
+        model = nn.Linear(2, 2, device="cuda")
+    config, owned = DistributedDataParallelConfig(overlap_grad_reduce=overlap), find_owned_params(model)
+    if refused:
+        with pytest.raises(ValueError, match=r"CUDA_DEVICE_MAX_CONNECTIONS=1 would queue .*; unset the variable"):
+            DistributedDataParallel(model, config)
+    else:
+        assert setup_checks._check_setup(model, owned, config, []) == torch.device("cuda", 0)
+
+
+def test_alone_averages_need_no_backend() -> None:
+    """A world of one has no collective, in which an average could be taken."""
+    ddp, twin = wrap(make_model(), average_in_collective=True), make_model(fuse=False)
+    ddp_backward(ddp, make_batches(2))
+    plain_backward(twin, make_batches(2))
+    assert_same(main_grads(ddp), plain_grads(twin))
+
+
 # ---- Models that differ between ranks. ----
 
 
@@ -257,6 +327,32 @@ def test_models_that_differ_between_ranks_are_refused_on_every_rank(
             wrap(build(torch.distributed.get_rank()))
 
     simulate(wrap_mine, 3)
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        ("end", "bucket 0 of 128 elements torch.float32 in 1 shards where rank 2 has bucket 0 of 256 elements"),
+        ("shard_degree", "in 1 shards where rank 2 has .* in 2 shards"),
+        ("grad_dtype", "torch.float32 in 1 shards where rank 2 has .* torch.bfloat16"),
+    ],
+)
+def test_plans_that_differ_between_ranks_are_refused_on_every_rank(changed: str, text: str) -> None:
+    """As by another version of the library on one host."""
+
+    def compare_mine() -> None:
+        ddp = wrap(nn.Linear(2, 2))
+        (buffer,), (bucket,) = ddp.plan.buffers, ddp.plan.buckets
+        if dist.get_rank() == 2 and changed == "grad_dtype":
+            slots = [replace(slot, spec=replace(slot.spec, grad_dtype=torch.bfloat16)) for slot in bucket.slots]
+            bucket = replace(bucket, slots=tuple(slots))
+        elif dist.get_rank() == 2:
+            bucket = replace(bucket, **{changed: 2 * getattr(bucket, changed)})
+        plan = GradPlan((replace(buffer, buckets=(bucket,)),))
+        with pytest.raises(ValueError, match=rf"the gradient plan differs between ranks .*: rank 0 has .*{text}"):
+            setup_checks.check_same_model(plan, [], ddp.grids, ddp.failures)
+
+    simulate(compare_mine, 3)
 
 
 def test_settings_that_differ_between_ranks_are_refused_on_every_rank() -> None:

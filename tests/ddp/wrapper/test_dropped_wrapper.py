@@ -60,6 +60,18 @@ def test_a_model_whose_wrapper_is_gone_refuses_to_train(let_go: Callable[[nn.Mod
     simulate(trains_on, 2, let_go)
 
 
+def test_each_layer_with_a_tied_weight_refuses_to_train() -> None:
+    def trains_on_one_of_them() -> None:
+        model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Tanh(), nn.Linear(8, 8, bias=False))
+        model[2].weight = model[0].weight
+        forgets_the_result(model)
+        for layer in (model[0], model[2]):
+            with pytest.raises(RuntimeError, match=REFUSED):
+                layer(torch.ones(1, 8))
+
+    simulate(trains_on_one_of_them, 2)
+
+
 @pytest.mark.parametrize("let_go", LETS_GO)
 def test_a_world_of_one_goes_on(let_go: Callable[[nn.Module], None]) -> None:
     def alone() -> None:
@@ -187,11 +199,11 @@ def wrap_again(let_go: Callable[[nn.Module], None], part: bool) -> None:
     let_go(model)
     target = model[3] if part else model
     ddp = wrap(target)
+    assert all(not module._forward_pre_hooks for module in target.modules()), "nothing that a compiler would see"
     features = 16 if part else 8
     ddp(torch.ones(2, features)).sum().backward()
     ddp.finish_grad_sync()
     main_grads(ddp)
-    assert all(not module._forward_pre_hooks for module in target.modules())
     if part:  # the rest of it is still nobody's
         with pytest.raises(RuntimeError, match=REFUSED):
             model(my_batches()[0])

@@ -17,7 +17,10 @@ from maingrad.ddp import (
     load_checkpoint,
     save_checkpoint,
 )
+from maingrad.ddp.collectives.failure_report import FailureReporter
+from maingrad.ddp.collectives.rank_grid import make_grid
 from maingrad.ddp.plan.owned_params import buffers_of_experts, is_marked_expert
+from maingrad.ddp.wrapper.setup_checks import check_undeclared_parts
 from maingrad.fsdp import fully_shard
 from maingrad.launch import simulate
 
@@ -199,6 +202,47 @@ def test_experts_that_differ_are_refused_where_each_rank_is_an_instance() -> Non
             DistributedDataParallel(Mixture(dist.get_rank(), 0, frozen=False), config)
 
     simulate(wraps, 2)
+
+
+def test_experts_that_differ_are_refused_beside_slices_that_do_not() -> None:
+    def wraps() -> None:
+        model = Mixture(dist.get_rank(), 0, frozen=False)
+        model.dense.weight.tensor_model_parallel = True  # type: ignore[assignment]
+        model.dense.weight.partition_dim = 0  # type: ignore[assignment]
+        with pytest.raises(ValueError, match=r"'expert\.\w+' is an expert's.* differs between ranks"):
+            DistributedDataParallel(model)
+
+    simulate(wraps, 2)
+
+
+def test_experts_that_a_rank_has_alone_may_have_a_shape_of_their_own() -> None:
+    def train() -> Tensor:
+        rank = dist.get_rank()
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1 + rank, bias=False))
+        model[1].weight.allreduce = False  # type: ignore[assignment]
+        ddp = DistributedDataParallel(model, expert_process_group=WORLD_OF_ONE)
+        ddp(torch.ones(1, 2)).sum().backward()
+        ddp.finish_grad_sync()
+        assert model[1].weight.main_grad.shape == (1 + rank, 2)  # type: ignore[union-attr]
+        return model[0].weight.main_grad.clone()  # type: ignore[operator]
+
+    assert torch.equal(*simulate(train, 2))
+
+
+def test_a_refusal_names_the_callers_option_and_remedy() -> None:
+    """``fully_shard`` has a mesh in place of process groups."""
+
+    def compare() -> None:
+        part = nn.Parameter(torch.full((2, 2), float(dist.get_rank())))
+        part.tensor_model_parallel, part.partition_dim = True, 0  # type: ignore[attr-defined]
+        everyone, failures = make_grid(None), FailureReporter()
+        with pytest.raises(ValueError, match=r"'p' is a slice .* pass the data-parallel group as mesh, or"):
+            check_undeclared_parts([("p", part)], [], everyone, failures, option="mesh")
+        with pytest.raises(ValueError, match=r"'p' is an expert's .* hold the same experts: shard them first$"):
+            check_undeclared_parts([], [("p", part)], everyone, failures, remedy="shard them first")
+        check_undeclared_parts([("p", part.detach())], [], everyone, failures)  # has no mark
+
+    simulate(compare, 2)
 
 
 def test_frozen_experts_may_differ_where_nothing_touches_them() -> None:

@@ -1,5 +1,7 @@
 """Models cut by tensor or pipeline parallelism, told by Megatron-core's marks alone: right, or refused by name."""
 
+import math
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -165,6 +167,24 @@ def norms_of(way: str) -> list[str]:
     return found
 
 
+def test_slices_are_copied_among_the_ranks_that_hold_them() -> None:
+    """``broadcast_params`` behind a load that only the first ranks have read."""
+
+    def on_each_rank() -> None:
+        dp, tp = groups()
+        index = dist.get_rank() % 2
+        ddp = DistributedDataParallel(Cut(index), process_group=dp, tensor_parallel_group=tp)
+        with torch.no_grad():
+            for param in ddp.parameters():
+                param += 1 + dist.get_rank()
+        ddp.broadcast_params()
+        first = Cut(index)
+        assert torch.equal(ddp.module.up.weight, first.up.weight + 1 + index)
+        assert torch.equal(ddp.module.norm.weight, first.norm.weight + 1)
+
+    simulate(on_each_rank, 4)
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_what_would_cover_one_ranks_slices_is_refused(way: str) -> None:
     for text in all_texts(norms_of, way):
@@ -202,6 +222,56 @@ def searched_for_nan() -> int:
 
 def test_nan_is_looked_for_where_all_slices_are_known() -> None:
     assert all(simulate(searched_for_nan, 4))
+
+
+def test_tensor_parallel_ranks_reduce_in_one_order() -> None:
+    """What they have copies of comes behind the same slices on all of them."""
+
+    def wraps() -> str:
+        dp, tp = groups()
+        index = dist.get_rank() % 2
+        model = nn.ModuleDict({"up": Cut(index).up, "down": Cut(index).up})
+        ranks = {"process_group": dp, "tensor_parallel_group": tp}
+        order = ["down.weight", "up.weight"][:: 1 - 2 * index]
+        config = DistributedDataParallelConfig(bucket_size=1)
+        return refusal(lambda: DistributedDataParallel(model, config, backward_order=order, **ranks))
+
+    for text in simulate(wraps, 4):
+        assert "the cut model differs between ranks" in text
+        assert re.search(r"rank \d has 'up.weight' \[8, 4\] .* in bucket 1 where rank \d has .* in bucket 0", text)
+
+
+def test_nan_in_one_ranks_slice_is_found_on_all() -> None:
+    def on_each_rank() -> None:
+        dp, tp = groups()
+        config = DistributedDataParallelConfig(check_for_nan_in_grad=True)
+        model = Cut(dist.get_rank() % 2).up
+        ddp = DistributedDataParallel(model, config, process_group=dp, tensor_parallel_group=tp)
+        ddp(torch.full((1, 4), math.nan if dist.get_rank() == 3 else 1.0)).sum().backward()
+        with pytest.raises(FloatingPointError, match="parameter 'weight' holds NaN or Inf on rank 3"):
+            ddp.finish_grad_sync()
+
+    simulate(on_each_rank, 4)
+
+
+def test_tensor_parallel_ranks_take_the_same_steps() -> None:
+    """Data-parallel ranks agree among themselves, and the slices would part."""
+
+    def on_each_rank() -> None:
+        dp, tp = groups()
+        model = Cut(dist.get_rank() % 2)
+        ddp = DistributedDataParallel(model, process_group=dp, tensor_parallel_group=tp)
+        for step in range(2):
+            for _ in range(1 + step * (dist.get_rank() % 2)):
+                loss = ddp(torch.ones(1, 4)).square().sum()
+            loss.backward()
+            if step == 0:
+                ddp.finish_grad_sync()
+                ddp.zero_grad()
+        with pytest.raises(RuntimeError, match=r"skipped different batches .*: 0 on ranks 0, 2, 1 on ranks 1, 3"):
+            ddp.finish_grad_sync()
+
+    simulate(on_each_rank, 4)
 
 
 def with_a_marked_expert() -> float:

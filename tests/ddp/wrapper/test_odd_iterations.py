@@ -1,13 +1,17 @@
 """Iterations that end in an odd way: read twice, given up late, gone on with when nothing can be added any more."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from loops import assert_same, loss_of, main_grads, make_batches, make_model, plain_grads, plain_twin, wrap
+from loops import assert_same, loss_of, main_grads, make_batches, make_model, plain_grads, plain_twin, weights, wrap
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+from maingrad.ddp import DistributedOptimizer
+from maingrad.ddp.contract.record import GradRecord
 from maingrad.ddp.wrapper.parts import parts_of
 from maingrad.launch import simulate
 from maingrad.te_integration import WgradQueue, delayed_wgrad
@@ -30,6 +34,26 @@ def test_finish_grad_sync_behind_a_read_changes_nothing(overlap: bool) -> None:
     grads = [param.grad.clone() for param in ddp.parameters()]
     ddp.finish_grad_sync()
     assert all(map(torch.equal, grads, [param.grad for param in ddp.parameters()]))
+
+
+@pytest.mark.parametrize("give_up", ["abandon_iteration", "zero_grad", "unwrap"])
+def test_what_forwards_have_written_ahead_may_be_given_up(give_up: str) -> None:
+    """``LinearCrossEntropy`` writes in the forward, and its backward did not come: no reduction may miss it."""
+
+    class Ahead:
+        def before_write(self, record: object) -> None:
+            """Other writes may come before."""
+
+        def check_all_came(self, record: object) -> None:
+            raise RuntimeError("a backward has not come")
+
+    ddp = wrap(make_model(), overlap_grad_reduce=True)
+    with ddp.no_sync():
+        loss_of(ddp, make_batches(1)[0]).backward()
+    ddp.records[0].ahead = Ahead()
+    getattr(ddp, give_up)()
+    assert all(record.ahead is None for record in ddp.records)
+    assert {bucket.phase.value for bucket in ddp.buckets} == {"idle"}
 
 
 def test_an_iteration_is_not_abandoned_over_the_head_of_a_queue() -> None:
@@ -58,12 +82,55 @@ def test_nothing_is_added_to_gradients_that_were_divided_by_tokens(overlap: bool
     ddp.set_num_tokens(4)
     loss_of(ddp, first).backward()
     before = [param.grad.norm().item() for param in ddp.parameters()]
-    with pytest.raises(RuntimeError, match="received a gradient after bucket 0"):
-        loss_of(ddp, second).backward()
+    for again in (
+        lambda: loss_of(ddp, second),
+        lambda: ddp.module[0](second).sum(),
+    ):  # all, and a layer called directly
+        with pytest.raises(RuntimeError, match=r"received a gradient after bucket 0 .* was reduced: run earlier"):
+            again().backward()
     ddp.zero_grad()
     ddp.set_num_tokens(4)
     loss_of(ddp, first).backward()
     assert [param.grad.norm().item() for param in ddp.parameters()] == before
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_second_backward_before_the_division_by_tokens_is_added(overlap: bool) -> None:
+    ddp = wrap(make_model(), calculate_per_token_loss=True, overlap_grad_reduce=overlap)
+    twin = plain_twin(ddp.module)
+    ddp.set_num_tokens(4)
+    for batch in make_batches(2):
+        loss_of(ddp, batch).backward()
+        loss_of(twin, batch).backward()
+    ddp.finish_grad_sync()
+    assert_same(main_grads(ddp), {name: grad / 4 for name, grad in plain_grads(twin).items()})
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_wrapper_inside_a_recomputed_region_gives_nothing_up(overlap: bool) -> None:
+    """Its forward runs again while the backward is under way, which has not failed."""
+    ddp = wrap(make_model(), overlap_grad_reduce=overlap)
+    twin = plain_twin(ddp.module)
+    first, second = make_batches(2)
+    with ddp.no_sync():
+        loss_of(ddp, first).backward()
+    (checkpoint(ddp, second, use_reentrant=False) - 1).square().mean().backward()
+    ddp.finish_grad_sync()
+    assert ddp.iteration == 0
+    for batch in (first, second):
+        loss_of(twin, batch).backward()
+    assert_same(main_grads(ddp), plain_grads(twin))
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+def test_no_first_write_of_an_iteration_reads_what_lies_there(fuse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU would have to be waited for. Only what the program has written by hand is looked at."""
+    monkeypatch.setattr(GradRecord, "_check_zero", lambda record: pytest.fail(f"{record.name} was read"))
+    ddp = wrap(make_model(fuse=fuse))
+    for batch in make_batches(3):
+        loss_of(ddp, batch).backward()
+        ddp.finish_grad_sync()
+        ddp.zero_grad()
 
 
 class Looks(torch.optim.Optimizer):
@@ -256,6 +323,48 @@ def test_gradients_are_shown_when_all_parts_have_ended(overlap: bool) -> None:
     assert [param.grad.norm() for param in ddp.parameters()] == [param.grad.norm() for param in twin.parameters()]
 
 
+def test_parts_launch_nothing_without_overlap_before_the_reduction() -> None:
+    ddp = wrap(make_model())
+    parts, net = ddp.grad_parts, ddp.module
+    parts.begin(net, net.parameters())
+    with parts.backward(net, final=True):
+        loss_of(ddp, make_batches(1)[0]).backward()
+    parts.end(net)
+    assert {bucket.phase.value for bucket in ddp.buckets} == {"accumulating"}
+
+
+def test_a_part_that_runs_past_the_wrapper_launches_tied_weights_in_its_backward() -> None:
+    """It may have frozen parameters as well, which no bucket has."""
+    net = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False), nn.Linear(8, 8).requires_grad_(False))
+    net[1].weight = net[0].weight
+    ddp = wrap(net, overlap_grad_reduce=True)
+    ddp.grad_parts.begin(net, net.parameters())
+    with ddp.grad_parts.backward(net, final=True):
+        loss_of(net, make_batches(1)[0]).backward()
+    assert {bucket.phase.value for bucket in ddp.buckets} == {"reducing"}
+    ddp.grad_parts.end(net)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_step_behind_a_second_backward_reduces_what_it_has_added(overlap: bool) -> None:
+    """The first was read. Each rank has data of its own."""
+
+    def train(reads: bool) -> dict[str, Tensor]:
+        ddp = wrap(make_model(), overlap_grad_reduce=overlap, use_distributed_optimizer=True)
+        optimizer = DistributedOptimizer(ddp, lr=0.1)
+        for index, batch in enumerate(make_batches(2, seed=torch.distributed.get_rank())):
+            with nullcontext() if reads or index else ddp.no_sync():
+                loss_of(ddp, batch).backward()
+            if reads and not index:
+                assert all(param.grad.norm() > 0 for param in ddp.parameters())
+        optimizer.step()
+        return weights(ddp)
+
+    for found, expected in zip(simulate(train, 2, True), simulate(train, 2, False), strict=True):
+        for name, weight in found.items():
+            torch.testing.assert_close(weight, expected[name])
+
+
 def test_parts_under_no_sync_add_and_launch_nothing() -> None:
     """A schedule runs several times for one step, as for microbatches that do not fit at once."""
     ddp = wrap(make_model(), overlap_grad_reduce=True)
@@ -304,4 +413,8 @@ def test_parts_of_modules_around_wrappers_and_inside() -> None:
     around = nn.ModuleList([first, nn.Linear(2, 2), second])
     assert parts_of([around]) == [first.grad_parts, second.grad_parts]
     assert parts_of([second.module[0], second.module, first.module[3]]) == [second.grad_parts, first.grad_parts]
+    assert parts_of([nn.ModuleList([first.module[0]])]) == [first.grad_parts], "a layer inside of one, inside of a list"
     assert parts_of([nn.Linear(2, 2)]) == []
+    sharded: Any = nn.Linear(2, 2)
+    sharded.grad_parts = parts = object()  # as a unit of fully_shard has, whose parameters say nothing
+    assert parts_of([nn.Sequential(nn.Tanh(), sharded)]) == [parts]

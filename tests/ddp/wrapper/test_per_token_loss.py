@@ -136,6 +136,7 @@ NUMBERS: dict[str, tuple[Any, float]] = {
     "on one rank alone": (lambda rank: 0 if rank else 3, 6 / 3),
     "another on every rank": (lambda rank: torch.tensor(rank * 2), 6 / 6),
     "less than one in all": (0.125, 6 / 0.375),
+    "a small integer": (torch.tensor(128, dtype=torch.uint8), 6 / 384),
     "many": (2**20, 6 / (3 * 2**20)),
 }
 
@@ -228,6 +229,8 @@ def test_even_ranks_train_as_by_averages() -> None:
 
 def test_tokens_go_with_the_option_and_only_with_it() -> None:
     with pytest.raises(TypeError, match=r"goes with DistributedDataParallelConfig\(calculate_per_token_loss=True\)"):
+        wrap(make_net()).set_num_tokens(3)
+    with pytest.raises(TypeError, match=r"goes with DistributedDataParallelConfig\(calculate_per_token_loss=True\)"):
         wrap(make_net()).finish_grad_sync(3)
     ddp = wrap(make_net(), **PER_TOKEN)
     with pytest.raises(TypeError, match=r"goes with DistributedDataParallelConfig\(calculate_per_token_loss=True\)"):
@@ -241,6 +244,16 @@ def test_one_number_for_each_rank(shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=rf"takes one number for this rank, not a tensor of \[{shape[0]}"):
         ddp.finish_grad_sync(torch.ones(shape))
     ddp.finish_grad_sync(torch.ones(1))
+
+
+def test_a_second_finish_divides_no_more() -> None:
+    ddp = wrap(make_net(), **PER_TOKEN)
+    (ddp(torch.ones(2, 4)) - 1).square().sum().backward()
+    ddp.finish_grad_sync(3)
+    before = [grad.clone() for grad in ddp.reduced_grads()]
+    ddp.finish_grad_sync(3)
+    ddp.finish_grad_sync()
+    assert all(map(torch.equal, ddp.reduced_grads(), before))
 
 
 def test_inf_tokens_reach_the_gradients_visibly() -> None:

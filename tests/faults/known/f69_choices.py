@@ -3,13 +3,14 @@
 from fault import Change, Fault
 
 CHOICE = "maingrad.ddp.buckets.copy_engines"
+RULE = "tests/ddp/buckets/test_copy_engines.py"
 TESTS = "tests/fsdp/test_copy_engine_choice.py"
 
 FAULTS = [
     Fault(
         "69a-each-rank-chooses-by-itself",
         sentence="Ranks that choose copy engines map memory with ranks that do not, and all of them hang.",
-        tests=[f"{TESTS}::test_one_rank_that_cannot_decides_for_all"],
+        tests=[f"{RULE}::test_one_rank_that_cannot_decides_for_all"],
         changes=[
             Change(
                 CHOICE,
@@ -22,13 +23,13 @@ FAULTS = [
     Fault(
         "69b-ranks-of-several-hosts-map-memory",
         sentence="Ranks that do not reach each other's memory gather by copy engines.",
-        tests=[f"{TESTS}::test_ranks_that_do_not_reach_each_other_gather_by_kernels"],
+        tests=[f"{RULE}::test_ranks_that_do_not_reach_each_other_gather_by_kernels"],
         changes=[Change(CHOICE, "choose_copy_engines", "told[other].device in told[rank].reached", "True")],
     ),
     Fault(
         "69c-shards-count-as-whole-buckets",
         sentence="Copy engines are chosen for small shards, since the bytes of a whole bucket are compared.",
-        tests=[f"{TESTS}::test_half_of_the_bytes_are_in_buckets_of_large_shards"],
+        tests=[f"{RULE}::test_half_of_the_bytes_are_in_buckets_of_large_shards"],
         changes=[
             Change(CHOICE, "large_enough", "MIN_SHARD_NBYTES * each.group.size()", "MIN_SHARD_NBYTES"),
         ],
