@@ -195,10 +195,13 @@ class Config(Base):
 
 
 class Product:
-    """Nothing but its operator reads the global."""
+    """Nothing but its operator and its text read the global."""
 
     def __mul__(self, scale: float) -> float:
         return factor * scale
+
+    def __format__(self, how: str) -> str:
+        return f"{factor}"
 
 
 class Made:
@@ -270,6 +273,19 @@ def method_of_a_base_by_super(model: nn.Module) -> Any:
 def operator(model: nn.Module) -> Any:
     product = Product()
     return lambda: product * 2.0, halve
+
+
+@seen
+def method_of_pythons_that_is_named(model: nn.Module) -> Any:
+    product = Product()
+    return lambda: product.__format__(""), halve
+
+
+@seen
+def constructor_of_a_class_that_an_object_holds(model: nn.Module) -> Any:
+    """The class was met before as that of another object."""
+    held = types.SimpleNamespace(made=Made(), make=Made)
+    return lambda: (held.made, held.make()), halve
 
 
 @seen

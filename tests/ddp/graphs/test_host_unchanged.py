@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import Dataset
 
 import maingrad
