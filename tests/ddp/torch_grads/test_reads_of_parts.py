@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from grad_functions import COLUMN, OF_A_MATRIX, WEIGHTS, WRITES, WRITES_TO_VIEWS, answer
 from torch import Tensor, nn
 
@@ -377,6 +378,7 @@ def test_what_norms_are_asked_for() -> None:
     grad, flat = shard(), torch.arange(1.0, 8.0)
     vector = make_sharded_grad(flat.clone(), info_of((9,), 2, 9))
     torch.testing.assert_close(grad.norm(dtype=torch.float64), flat.double().norm())
+    torch.testing.assert_close(grad.norm(p=1), flat.norm(1))
     torch.testing.assert_close(torch.linalg.vector_norm(grad, 3, dtype=torch.float64), flat.double().norm(3))
     torch.testing.assert_close(torch.linalg.norm(vector, 3), flat.norm(3))
     torch.testing.assert_close(torch._foreach_norm([grad, vector], math.inf), [flat.max()] * 2)
@@ -391,6 +393,11 @@ def test_what_norms_are_asked_for() -> None:
         lambda: grad.norm(dim=0),
         lambda: torch.linalg.vector_norm(grad, out=torch.zeros(())),
         lambda: grad.max(),
+        lambda: torch._foreach_max([grad]),
+        lambda: torch.equal(grad, grad),
+        lambda: bool(grad),
+        lambda: float(grad),
+        lambda: int(grad),
         lambda: torch.where(grad),
         lambda: grad + shard(flat=True),
         lambda: torch.mul(grad, 2, out=torch.zeros(4, 3)),
@@ -407,6 +414,7 @@ def test_norms_of_gradients_of_several_dtypes() -> None:
     assert [each.dtype for each in found] == [torch.float32, torch.bfloat16, torch.float64, torch.float32]
     for each in found:
         torch.testing.assert_close(each.float(), torch.tensor(140.0).sqrt(), rtol=2e-3, atol=0)
+    grads.append(torch.ones(4))  # type: ignore[arg-type]
     assert {each.dtype for each in torch._foreach_norm(grads, 2, dtype=torch.float64)} == {torch.float64}
 
 
@@ -426,6 +434,36 @@ def test_what_is_element_wise_stays_a_shard() -> None:
     assert results[2] is target
     assert target.to_local().flatten().tolist() == [2.0 * each for each in range(1, 8)]
     assert results[4].to_local().flatten().tolist() == [2.0 * each for each in range(1, 8)]
+
+
+OF_ELEMENTS: dict[str, Callable[[Any], Any]] = {
+    "//": lambda g: (g // 3) + (100 // g),
+    "%": lambda g: (g % 3) + (100 % g),
+    "/": lambda g: g / 3 + 2 / g,
+    "-": lambda g: 1 - (-(+g) - 1),
+    "**": lambda g: g**2 + 2**g,
+    "&, | and ^": lambda g: (g.int() & 3) + (g.int() | 8) + (g.int() ^ 5),
+    "~, << and >>": lambda g: ~(g.int() << 2) + (g.int() >> 1),
+    "//= and %=": lambda g: g.clone().__ifloordiv__(2) + g.clone().__imod__(2),
+    "/=, **= and -=": lambda g: g.clone().__itruediv__(2) + g.clone().__ipow__(2) + g.clone().__isub__(2),
+    "&=, |= and ^=": lambda g: g.int().__iand__(3) + g.int().__ior__(8) + g.int().__ixor__(5),
+    "<<= and >>=": lambda g: g.int().__ilshift__(2) + g.int().__irshift__(1),
+    "comparisons": lambda g: (g > 3).int() + (g >= 3).int() + (g != 3).int() + (g == 3).int() + torch.less(g, 3).int(),
+    "by other names": lambda g: torch.subtract(g, 1) + torch.multiply(g, 2) + torch.divide(g, 2) + torch.negative(g),
+    "of torch.nn": lambda g: F.selu(g) + F.relu6(g) + F.softsign(g) + F.logsigmoid(g) + F.tanhshrink(g) + F.rrelu(g),
+    "arcs": lambda g: torch.arccos(g / 9) + torch.arcsin(g / 9) + torch.arctan(g) + torch.arcsinh(g) + torch.fix(g),
+    "dropout": lambda g: F.dropout(g, 0.5, training=False) + torch.absolute(g) + torch.positive(g),
+    "a power of one to each": lambda g: sum(torch._foreach_pow([g, g], 2)) + sum(torch._foreach_add([g, g], [1.0, 2.0])),
+    "dtypes": lambda g: g.long() + g.double() + g.half() + g.bfloat16() + g.to(torch.float32) + g.short() + g.char(),
+}
+
+
+@pytest.mark.parametrize("name", OF_ELEMENTS)
+def test_functions_of_each_element(name: str) -> None:
+    flat = torch.arange(1.0, 8.0)
+    found = OF_ELEMENTS[name](make_sharded_grad(flat.clone(), info_of((9,), 2, 9)))
+    assert isinstance(found, ShardedGrad)
+    torch.testing.assert_close(found.to_local(), OF_ELEMENTS[name](flat.clone()))
 
 
 def test_placeholders_are_zeros_that_nothing_changes() -> None:
