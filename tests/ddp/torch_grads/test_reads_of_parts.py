@@ -224,6 +224,12 @@ def test_experts_that_some_ranks_share_are_no_plain_tensors_either() -> None:
         group = dist.new_group([rank % 2, rank % 2 + 2], use_local_synchronization=True)
         wrapped: Any = DistributedDataParallel(model, expert_process_group=group)
         optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+        before = model[2].weight.detach().clone()
+        wrapped(batch(rank)).square().mean().backward()
+        model[2].weight.grad = None
+        optimizer.step()
+        assert torch.equal(model[2].weight, before)
+        optimizer.zero_grad()
         wrapped(batch(rank)).square().mean().backward()
         model[2].weight.grad = torch.ones_like(model[2].weight)
         with pytest.raises(RuntimeError, match=r"was replaced by a plain tensor\. Other ranks have other experts"):
@@ -254,6 +260,28 @@ def test_experts_of_this_rank_are_whole_and_norms_cover_all_ranks() -> None:
         simulate(check, 2, sharded)
 
 
+def test_the_largest_of_experts_is_that_of_all_instances() -> None:
+    """Two of four ranks share an expert, and the others another; instances are the second dim of their mesh."""
+
+    def check() -> float:
+        model = make_net()
+        for param in model[2].parameters():
+            param.allreduce = False  # type: ignore[attr-defined]
+        config = DistributedDataParallelConfig(use_distributed_optimizer=True, num_distributed_optimizer_instances=2)
+        first = dist.get_rank() // 2 * 2
+        pair = dist.new_group([first, first + 1], use_local_synchronization=True)
+        wrapped: Any = DistributedDataParallel(model, config, expert_process_group=pair)
+        wrapped(batch(first)).square().mean().backward()
+        grad: Any = model[2].weight.grad
+        norm = grad.norm(math.inf)
+        found: list[Any] = [None] * 4
+        dist.all_gather_object(found, model[2].weight.main_grad.abs().max().item())  # type: ignore[attr-defined]
+        assert len(set(found)) == 2 and norm == max(found)
+        return norm.item()  # type: ignore[no-any-return]
+
+    assert len(set(simulate(check, 4))) == 1
+
+
 def test_what_an_optimizers_own_tensors_show_has_norms_alone() -> None:
     """Ranks have tensors of their own, which are no parts of one tensor."""
 
@@ -265,6 +293,7 @@ def test_what_an_optimizers_own_tensors_show_has_norms_alone() -> None:
         assert isinstance(grad, ShardedGrad) and grad.shape == master.shape
         grads = [each.grad for each in optimizer.param_groups[0]["params"]]
         torch.testing.assert_close(torch.nn.utils.get_total_norm(grads), expected)
+        torch.testing.assert_close(torch.nn.utils.get_total_norm(grads, math.inf), largest)
         before = grad.to_local().clone()
         grad.mul_(torch.full_like(grad.to_local(), 2.0))
         torch.testing.assert_close(grad.to_local(), before * 2)
@@ -272,7 +301,9 @@ def test_what_an_optimizers_own_tensors_show_has_norms_alone() -> None:
             with pytest.raises(RuntimeError, match=r"to_local\(\)"):
                 read()
 
-    expected = torch.nn.utils.get_total_norm([param.grad for param in plain(2).parameters()])
+    expected, largest = (
+        torch.nn.utils.get_total_norm([param.grad for param in plain(2).parameters()], ord) for ord in (2, math.inf)
+    )
     for instances in (1, 2):
         simulate(check, 2, instances)
 
@@ -353,7 +384,9 @@ def test_a_parameter_takes_gradients_of_its_own_elements_alone() -> None:
     mine = info_of((4, 3), 0, 6)
     same, other = (make_sharded_grad(torch.ones(6), info_of((4, 3), start, start + 6)) for start in (0, 6))
     assert adopt_grad(same, mine) is same
-    assert adopt_grad(torch.ones(2, 3), mine).shard is mine
+    plain = torch.ones(2, 3)
+    adopted = adopt_grad(plain, mine)
+    assert adopted.shard is mine and adopted.data_ptr() == plain.data_ptr()
     with pytest.raises(RuntimeError, match=r"elements 0 to 6 .* a shard of other elements: elements 6 to 12"):
         adopt_grad(other, mine)
     with pytest.raises(RuntimeError, match=r"of shape \(2, 3\), and was given \(3, 2\)"):
@@ -526,6 +559,10 @@ def test_a_shard_waits_for_the_reduction_into_its_memory_and_says_that_it_was_un
     assert clone.shard is grad.shard
     with pytest.raises(TypeError, match="a sharded gradient is not pickled"):
         pickle.dumps(grad)
+    other, more = make_sharded_grad(torch.ones(6), info_of((4, 3), 3, 9)), Sums()
+    other.sums = weakref.ref(more)
+    torch._amp_foreach_non_finite_check_and_unscale_([grad, other], torch.zeros(1), torch.ones(1))
+    assert seen == ["scaler"] * 3, "each is told"
 
 
 def test_functions_are_local_within_the_outermost_step() -> None:
