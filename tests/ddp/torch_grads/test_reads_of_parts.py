@@ -416,6 +416,8 @@ def test_what_norms_are_asked_for() -> None:
     torch.testing.assert_close(torch.linalg.norm(vector, 3), flat.norm(3))
     torch.testing.assert_close(torch._foreach_norm([grad, vector], math.inf), [flat.max()] * 2)
     assert grad.norm(keepdim=True).shape == (1, 1)
+    empty = make_sharded_grad(torch.empty(0), info_of((4, 3), 5, 5))
+    torch.testing.assert_close(torch._foreach_norm([empty, grad, empty]), [flat.new_zeros(()), flat.norm(), flat[0] * 0])
     torch.testing.assert_close(shard(copies=2).norm(), flat.norm() / math.sqrt(2))
     refused: list[Callable[[], Any]] = [
         lambda: torch._foreach_norm([grad], 0),

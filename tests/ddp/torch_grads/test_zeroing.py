@@ -186,7 +186,7 @@ def test_optimizer_zero_grad_between_microbatches_discards(name: str, set_to_non
             plain_backward(model, make_batches(2, seed=step))
             optimizer.step()
             schedule.step()
-            optimizer.zero_grad(set_to_none=step == 0)
+            optimizer.zero_grad(set_to_none=step != 1)
         with ddp.no_sync():
             loss_of(model, make_batches(1)[0]).backward()
         optimizer.zero_grad(set_to_none)
@@ -320,19 +320,28 @@ def discard_one(net: Any, end: int) -> None:
         param.grad = None
 
 
+@pytest.mark.parametrize("reads", [True, False])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_one_layers_gradients_are_discarded_after_a_read_and_the_others_go_on(overlap: bool) -> None:
+def test_one_layers_gradients_are_discarded_after_a_read_and_the_others_go_on(overlap: bool, reads: bool) -> None:
+    """Or before one, when their reduction may be under way."""
     net = TwoEnds()
     twin = plain_twin(net)
     ddp = wrap(net, overlap_grad_reduce=overlap, bucket_size=1)
     first, second = make_batches(2)
     for model, own in ((ddp, net), (twin, twin)):
         (model(first, 0) + model(first, 1)).square().mean().backward()
-        torch.nn.utils.clip_grad_norm_(own.parameters(), 1e3)
+        if reads:
+            torch.nn.utils.clip_grad_norm_(own.parameters(), 1e3)
         discard_one(own, 0)
         (model(second, 0) + model(second, 1)).square().mean().backward()
         torch.nn.utils.clip_grad_norm_(own.parameters(), 1e3)
     for mine, plain in zip(net.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, plain.grad)
+    for model in (ddp, twin):  # the next iteration discards nothing
+        model.zero_grad()
+        (model(first, 0) + model(first, 1)).square().mean().backward()
+    for mine, plain in zip(net.parameters(), twin.parameters(), strict=True):
+        assert mine.grad is not None and mine.grad.norm() > 0
         torch.testing.assert_close(mine.grad, plain.grad)
 
 
