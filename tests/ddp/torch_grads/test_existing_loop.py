@@ -250,6 +250,29 @@ def test_an_unused_parameter_has_the_gradient_zero() -> None:
     assert_same(weights(ddp), weights(plain))
 
 
+def test_a_read_of_an_earlier_iterations_gradient_finishes_nothing() -> None:
+    """One rank alone may have kept it: a collective would wait for the others."""
+    ddp = wrap(make_model())
+    kept = []
+    for batch in make_batches(2):
+        ddp.zero_grad()
+        loss_of(ddp, batch).backward()
+        kept += [param.grad for param in ddp.parameters()]
+    with pytest.raises(RuntimeError, match="was kept over its iteration's end"):
+        kept[0].norm()
+    assert not ddp.is_reduced
+    assert kept[-1].norm() > 0 and ddp.is_reduced
+
+
+def test_a_number_is_formatted_as_in_plain_pytorch() -> None:
+    net = nn.Linear(1, 1)
+    net.scale = nn.Parameter(torch.tensor(2.0))
+    ddp = wrap(net)
+    total = ddp(torch.ones(2, 1)).sum()
+    (total * net.scale).backward()
+    assert f"{net.scale.grad:.1f}" == f"{total.item():.1f}"
+
+
 def test_evaluation_between_microbatches_leaves_gradients_alone() -> None:
     model = make_model()
     plain = plain_twin(model)
