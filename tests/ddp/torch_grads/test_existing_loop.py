@@ -318,3 +318,24 @@ def test_calling_the_inner_module_gives_the_same_gradients() -> None:
             torch.testing.assert_close(main_grads(ddp)[name], grad)
         ddp.zero_grad_buffer()
         plain.zero_grad()
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("reads", [False, True])
+def test_the_inner_module_goes_backward_twice_or_says_why_not(reads: bool, sharded: bool) -> None:
+    """A read between two backwards that the wrapper does not see would be the last that is right."""
+    model = make_model(fuse=False)
+    plain = plain_twin(model)
+    ddp = wrap(model, use_distributed_optimizer=sharded)
+    first, second = make_batches(2)
+    for trained in (model, plain):
+        loss_of(trained, first).backward()
+        if reads:
+            torch.nn.utils.clip_grad_norm_(trained.parameters(), 1e3)
+        if reads and trained is model:
+            with pytest.raises(RuntimeError, match=r"received a gradient after bucket 0 .* was reduced.*no_sync\(\)"):
+                loss_of(trained, second).backward()
+            return
+        loss_of(trained, second).backward()
+    norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e3)
+    torch.testing.assert_close(torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1e3), norm)
