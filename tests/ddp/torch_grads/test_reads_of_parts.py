@@ -417,7 +417,9 @@ def test_what_norms_are_asked_for() -> None:
     torch.testing.assert_close(torch._foreach_norm([grad, vector], math.inf), [flat.max()] * 2)
     assert grad.norm(keepdim=True).shape == (1, 1)
     empty = make_sharded_grad(torch.empty(0), info_of((4, 3), 5, 5))
-    torch.testing.assert_close(torch._foreach_norm([empty, grad, empty]), [flat.new_zeros(()), flat.norm(), flat[0] * 0])
+    torch.testing.assert_close(
+        torch._foreach_norm([empty, grad, empty]), [flat.new_zeros(()), flat.norm(), flat[0] * 0]
+    )
     torch.testing.assert_close(shard(copies=2).norm(), flat.norm() / math.sqrt(2))
     refused: list[Callable[[], Any]] = [
         lambda: torch._foreach_norm([grad], 0),
@@ -488,7 +490,9 @@ OF_ELEMENTS: dict[str, Callable[[Any], Any]] = {
     "of torch.nn": lambda g: F.selu(g) + F.relu6(g) + F.softsign(g) + F.logsigmoid(g) + F.tanhshrink(g) + F.rrelu(g),
     "arcs": lambda g: torch.arccos(g / 9) + torch.arcsin(g / 9) + torch.arctan(g) + torch.arcsinh(g) + torch.fix(g),
     "dropout": lambda g: F.dropout(g, 0.5, training=False) + torch.absolute(g) + torch.positive(g),
-    "a power of one to each": lambda g: sum(torch._foreach_pow([g, g], 2)) + sum(torch._foreach_add([g, g], [1.0, 2.0])),
+    "a power of one to each": lambda g: (
+        sum(torch._foreach_pow([g, g], 2)) + sum(torch._foreach_add([g, g], [1.0, 2.0]))
+    ),
     "dtypes": lambda g: g.long() + g.double() + g.half() + g.bfloat16() + g.to(torch.float32) + g.short() + g.char(),
 }
 
