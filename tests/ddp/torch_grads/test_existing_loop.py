@@ -264,6 +264,17 @@ def test_a_read_of_an_earlier_iterations_gradient_finishes_nothing() -> None:
     assert kept[-1].norm() > 0 and ddp.is_reduced
 
 
+def test_a_read_past_torchs_python_functions_says_what_to_do() -> None:
+    """As of a C++ extension, which adds a gradient to a sum of its own."""
+    ddp = wrap(make_model())
+    loss_of(ddp, make_batches(1)[0]).backward()
+    grad, total = next(ddp.parameters()).grad, torch.zeros_like(next(ddp.parameters()), requires_grad=False)
+    with torch._C.DisableTorchFunctionSubclass(), pytest.raises(RuntimeError, match="past torch's Python functions"):
+        total.add_(grad)
+    total.add_(grad)
+    assert total.norm() == next(ddp.parameters()).grad.norm() > 0
+
+
 def test_a_number_is_formatted_as_in_plain_pytorch() -> None:
     net = nn.Linear(1, 1)
     net.scale = nn.Parameter(torch.tensor(2.0))
