@@ -149,7 +149,7 @@ class _Written:
 
     def note_made(self, result: Any) -> None:
         """After an operation: its results are the block's own."""
-        self._own |= {_memory(tensor) for tensor in tree_leaves(result) if isinstance(tensor, Tensor)} - set(self._kept)
+        self._own |= {_memory(tensor) for tensor in tree_leaves(result) if isinstance(tensor, Tensor)}
 
     def restore(self) -> None:
         """Write everything back, but to memory that the block has freed (whole parameters)."""

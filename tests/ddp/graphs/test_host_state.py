@@ -141,6 +141,17 @@ def method_that_was_bound(model: nn.Module) -> Any:
 
 
 @seen
+def global_in_the_body_of_a_class(model: nn.Module) -> Any:
+    def step() -> Any:
+        class Local:
+            scale = factor
+
+        return Local
+
+    return step, halve
+
+
+@seen
 def global_that_is_deleted(model: nn.Module) -> Any:
     names = {"__name__": __name__, "scale": 1.0}
     exec("def step(): return scale", names)
