@@ -248,8 +248,9 @@ class AutoStep(Generic[P, T]):
             return self._train_step(*args, **kwargs)
         self._num_captures += 1
         logger.info("%s is a CUDA graph from here on", self._name)
-        self._since_replay.clear()
-        if self._changed is not None:  # Python has run once, and the device's work too: as in an eager call
+        if self._changed is None:
+            self._since_replay.clear()
+        else:  # Python has run once, and the device's work too: as in an eager call
             graphs.forget(kind[2])
             self._since_replay.append(f"it changes '{self._changed}', which no replay would")
         return result

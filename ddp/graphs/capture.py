@@ -116,6 +116,12 @@ class CapturedGraph:
         assert self._graph is not None, "captured before"
         self._graph.replay()
 
+    def undo(self) -> None:
+        """Free the graph after its capture, and take back what has run in it: on CPUs."""
+        if isinstance(self._graph, RecordedGraph):
+            self._graph.undo()
+        self.reset()
+
     def reset(self) -> None:
         """Free the graph. Its memory is free when the last graph of the pool is."""
         graph, self._graph = self._graph, None

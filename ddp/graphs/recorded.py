@@ -2,8 +2,9 @@
 
 It records each operation of a block with its tensors, and a replay runs the operations again on the same memory. No
 Python around them runs again, no version counter rises, and no hook is called: what a CUDA graph does not replay, this
-does not either. Different from a CUDA graph in two ways. The recorded block has run once: if it raises, what it wrote
-is written back. And memory that the block has freed is kept, where a CUDA graph gives it to a later graph of its pool.
+does not either. Different from a CUDA graph in two ways. The recorded block has run once: if it raises, or is given up
+before its first replay, what it wrote is written back. And memory that the block has freed is kept, where a CUDA graph
+gives it to a later graph of its pool.
 """
 
 import threading
@@ -31,6 +32,8 @@ class RecordedGraph:
 
     def __init__(self) -> None:
         self.calls: list[Callable[[], Any]] = []
+        self._before: tuple[_Written, Tensor] | None = None
+        """What the block has written, as it was, and the generator's state; until the first replay."""
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -38,20 +41,28 @@ class RecordedGraph:
         if getattr(recording, "graph", None) is not None:
             raise RuntimeError("a capture within a capture")
         recording.graph = self
-        written, generator = _Written(), torch.get_rng_state()
+        written = _Written()
+        self._before = written, torch.get_rng_state()
         try:
             with _compiled_code_runs_eagerly(), _Recorder(self, written):
                 yield
         except BaseException:
-            self.calls.clear()
-            written.restore()
-            torch.set_rng_state(generator)
+            self.undo()
             raise
         finally:
             recording.graph = None
 
+    def undo(self) -> None:
+        """Take back what the block has done, and forget it."""
+        if self._before is not None:
+            written, generator = self._before
+            written.restore()
+            torch.set_rng_state(generator)
+        self.reset()
+
     def replay(self) -> None:
         """Run the operations again."""
+        self._before = None
         with torch.no_grad(), DisableTorchFunctionSubclass():
             for call in self.calls:
                 call()
@@ -59,6 +70,7 @@ class RecordedGraph:
     def reset(self) -> None:
         """Forget the operations, and with them the memory."""
         self.calls.clear()
+        self._before = None
 
 
 _stances: list[Any] = []
@@ -137,7 +149,7 @@ class _Written:
 
     def note_made(self, result: Any) -> None:
         """After an operation: its results are the block's own."""
-        self._own |= {_memory(tensor) for tensor in tree_leaves(result) if isinstance(tensor, Tensor)} - set(self._kept)
+        self._own |= {_memory(tensor) for tensor in tree_leaves(result) if isinstance(tensor, Tensor)}
 
     def restore(self) -> None:
         """Write everything back, but to memory that the block has freed (whole parameters)."""

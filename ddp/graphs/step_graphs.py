@@ -253,7 +253,7 @@ class StepGraphs(ABC, Generic[P, T, V]):
                 variant.modes = [(module, mode) for module, before, mode in now if mode != before]
                 self.after_capture(state.change())
             except BaseException:
-                variant.graph.reset()
+                variant.graph.undo()
                 self._capture_failed()
                 raise
             self._end_capture(variant)

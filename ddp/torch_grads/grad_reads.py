@@ -219,7 +219,7 @@ _WORDS_SAME_ELEMENTS = """
     clone detach alias contiguous to type type_as float double half bfloat16 int long short bool byte char cfloat
     cdouble chalf cpu cuda conj resolve_conj resolve_neg real imag isclose isreal pin_memory
     subtract multiply divide absolute negative floor_divide positive fix greater less greater_equal less_equal not_equal
-    arccos arcsin arctan arccosh arcsinh arctanh dropout rrelu relu6 selu softsign logsigmoid tanhshrink
+    arccos arcsin arctan arccosh arcsinh arctanh dropout rrelu relu6 selu softsign log_sigmoid tanhshrink
     empty_like zeros_like ones_like full_like rand_like randn_like randint_like
     copy fill zero normal uniform bernoulli exponential random log_normal cauchy
 """

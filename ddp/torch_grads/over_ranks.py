@@ -230,7 +230,6 @@ def _maximum_over_ranks(values: Tensor, grid: RankGrid) -> Tensor:
 
     Backends do not promise how their maximum treats NaN. So a flag for NaN is reduced beside the values.
     """
-    isnan = values.isnan()
-    both = torch.stack([values.masked_fill(isnan, 0.0), isnan.to(values.dtype)])
+    both = torch.stack([values, values.isnan().to(values.dtype)])
     found, nans = reduced(both, grid, max_over).unbind()
     return found.masked_fill(nans > 0, math.nan)

@@ -172,6 +172,11 @@ class ShownGrads:
                 if each.param.grad is not each.grad or (each.grad is not None and each.grad.reduced is not None)
             )
 
+    @property
+    def is_filled(self) -> bool:
+        """Whether reads find what was reduced before: no backward has begun since."""
+        return any(each.grad is not None and each.grad.reduced is not None for each in self.params)
+
     def check_norms(self) -> None:
         """A step begins. Raise ``RuntimeError`` where an expert's ``.grad`` is a plain tensor of the program's.
 

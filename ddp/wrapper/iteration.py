@@ -286,12 +286,13 @@ class BucketIteration(AroundModule):
         """A gradient arrives whose bucket was launched: by a second backward outside ``no_sync``.
 
         What was reduced so far is put aside, and added after the next reduction. Nothing is done, and the write raises,
-        where gradients were divided by tokens or summed over stages, where delayed ones are pending, and for schedules.
+        where gradients were divided by tokens or summed over stages, where delayed ones are pending, for schedules, and
+        behind a read of ``.grad`` in a backward that has passed the wrapper by.
         """
         self.begin_if_cleared()
         divided = self._finished and self._num_tokens is not None
         joined = self._finished and self.shared_embedding is not None
-        late = any(record.pending or record.exposed for record in self.records)
+        late = self.shown.is_filled or any(record.pending or record.exposed for record in self.records)
         if not self.shown.active or divided or joined or late:
             return
         self._launcher.launch_rest()

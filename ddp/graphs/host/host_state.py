@@ -136,21 +136,19 @@ class HostState(Surroundings):
         self._reach(model, "model", True)
         for hook in self.hooks():
             self._reach(hook, "a hook of the model", True)
-        known = -1
-        while self._queue or known != len(self._named) + len(self._read_names) + len(self._constructed):
-            known = len(self._named) + len(self._read_names) + len(self._constructed)
+        while self._queue:
             while self._queue and len(self._places_of_host) < _MOST_PLACES:
                 self._visit(*self._queue.popleft())
             if len(self._places_of_host) >= _MOST_PLACES:
                 self.lost = f"reads more than {_MOST_PLACES} values and objects, too many to compare before each call"
                 return
-            for kind, path in list(self._classes.items()):  # methods whose names were met since
+            for value, path in self._objects:  # attributes and methods whose names were met since
+                for name, item in attributes_of(value, self._counts_on(value)).items():
+                    self._reach(item, f"{path}.{name}", True)
+            for kind, path in list(self._classes.items()):
                 for name, value in list(vars(kind).items()):
                     for method in functions_in(value) if self._may_be_called(kind, name) else ():
                         self._reach(method, f"{path}.{name}", True)
-            for value, path in self._objects:
-                for name, item in attributes_of(value, self._counts_on(value)).items():
-                    self._reach(item, f"{path}.{name}", True)
         for value, path in self._objects:
             self._watch(functools.partial(attributes_of, value, self._counts_on(value)), path)
 
@@ -160,7 +158,7 @@ class HostState(Surroundings):
         if name.startswith("__"):
             return name in self._named or name not in _NOT_CALLED
         libraries = (base for base in kind.__mro__ if is_library(base.__module__, self._program))
-        return name in self._named or name == "forward" or any(name in vars(base) for base in libraries)
+        return name in self._named or any(name in vars(base) for base in libraries)
 
     def _counts_on(self, value: Any) -> Callable[[str, Any], bool]:
         """Whether code may mean an attribute of ``value``, by its name and what it is."""
@@ -294,8 +292,7 @@ class HostState(Surroundings):
             self._places_of_modules.append(place)
             self._alike.setdefault(tuple(place.names), []).append(own)
         self._reach(vars(module).get("forward"), f"{path}.forward", True)
-        for kind in type(module).__mro__:
-            self._reach(kind, kind.__name__, False)
+        self._reach(type(module), type(module).__name__, False)
         for name, child in module._modules.items():
             self._reach(child, f"{path}.{name}", False)
 

@@ -4,12 +4,14 @@ Each program runs twice, as it is and graphed, and must see the same, bit for bi
 for CUDA graphs: a replay runs none of the program's Python.
 """
 
+import inspect
 import logging
 import random
 import re
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import maingrad
+from maingrad.ddp.collectives.streams import is_capturing
 
 STEPS, WIDTH, VOCAB = 9, 8, 16
 factor = 1.0
@@ -268,10 +271,24 @@ def the_mode_that_it_reads_and_leaves(job: Job) -> None:
     job.run(lambda number: job.model.train() is None)
 
 
+def draws_between_calls(job: Job) -> None:
+    """Data loaders draw on the host, and the step does not."""
+    job.graphed(job.iterate)
+    job.run(lambda number: random.random() + np.random.rand())
+
+
+def begun_outside(job: Job) -> None:
+    """A backward before the fifth call leaves gradients, to which that call's are added: it runs eagerly."""
+    job.graphed(job.iterate)
+    job.run(lambda number: job.loss(job.batch()).backward() if number == 4 else None)
+
+
 @pytest.mark.parametrize(
     ("program", "num_graphs"),
     [
         (dropout, 1),
+        (draws_between_calls, 1),
+        (begun_outside, 1),
         (accumulation_and_schedule, 1),
         (in_the_order_of_the_memory, 1),
         (lengths, 3),
@@ -281,10 +298,19 @@ def the_mode_that_it_reads_and_leaves(job: Job) -> None:
         (the_mode_that_it_reads_and_leaves, 1),
     ],
 )
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(10)
 def test_is_captured(program: Callable[[Job], None], num_graphs: int) -> None:
     step = check(program, dropout=program is dropout)
     assert (step.why_eager, step.num_graphs) == (None, num_graphs)
+
+
+def test_a_step_may_be_any_callable_and_has_its_signature() -> None:
+    job = Job(graphed=True)
+    step = job.graphed(partial(job.iterate, scale=2.0))
+    assert inspect.signature(step) == inspect.signature(partial(job.iterate, scale=2.0))
+    for _ in range(4):
+        step(job.batch())
+    assert (step.why_eager, step.num_graphs) == (None, 1)
 
 
 def test_more_lengths_than_graphs() -> None:
@@ -515,6 +541,17 @@ def takes_its_arguments_apart(job: Job) -> None:
         job.seen += [step(batch), len(batch)]
 
 
+def replaces_its_arguments(job: Job) -> None:
+    def train_step(batch: dict[str, Tensor]) -> Tensor:
+        batch["tokens"] = batch["tokens"].roll(1, 0)
+        return job.iterate(batch["tokens"])
+
+    step = job.graphed(train_step)
+    for _ in range(STEPS):
+        batch = {"tokens": job.batch()}
+        job.seen += [step(batch), batch["tokens"]]
+
+
 def writes_its_arguments(job: Job) -> None:
     def train_step(tokens: Tensor, total: Tensor) -> Tensor:
         total += job.iterate(tokens)
@@ -545,6 +582,26 @@ def global_that_moves_between(job: Job) -> None:
         job.seen.append(step(job.batch()))
 
 
+def global_that_moves_behind_each_capture(job: Job) -> None:
+    global factor
+    step = job.graphed(lambda tokens: job.iterate(tokens, factor))
+    for number in range(30):
+        factor *= 0.75 if number % 3 == 0 else 1
+        job.seen.append(step(job.batch()))
+
+
+def counts_its_captures(job: Job) -> None:
+    counts = {"captures": 0}
+
+    def train_step(tokens: Tensor) -> Tensor:
+        counts["captures"] += is_capturing()
+        return job.iterate(tokens)
+
+    job.graphed(train_step)
+    for _ in range(2):
+        job.run()
+
+
 STAYS_EAGER = {
     counter_in_the_module: r"changes 'model.*\.num_calls'",
     counter_of_the_class: r"changes 'Net\.num_made'",
@@ -566,10 +623,13 @@ STAYS_EAGER = {
     schedule_inside: "changes 'schedule",
     no_step: "one whole iteration",
     takes_its_arguments_apart: "changes its arguments",
+    replaces_its_arguments: "changes its arguments",
     writes_its_arguments: "among its arguments",
     takes_objects: "not SimpleNamespace",
     number_in_each_call: "no kind of call comes often enough",
     global_that_moves_between: "'factor' has changed",
+    global_that_moves_behind_each_capture: r"captured 8 times, for few calls each: 'factor' has changed",
+    counts_its_captures: r"changes 'counts\['captures'\]'",
 }
 
 
@@ -625,6 +685,16 @@ def test_what_the_wrapper_refuses() -> None:
     assert "fused" in step.why_eager
     with pytest.raises(TypeError, match=r"parallelize\(\)"):
         maingrad.graphed(plain, nn.Linear(2, 2), torch.optim.SGD([torch.ones(1)]))
+
+
+def test_a_gradient_goes_to_what_was_computed_before_the_call() -> None:
+    job, weight = Job(graphed=True), torch.ones((), requires_grad=True)
+    step = job.graphed(job.iterate)
+    for _ in range(4):
+        weight.grad = None
+        step(job.batch(), weight * 2)
+        assert weight.grad is not None
+    assert step.num_graphs == 0
 
 
 def test_an_error_of_the_function_is_its_own() -> None:
@@ -829,3 +899,28 @@ def test_one_rank_that_must_stay_eager_stops_all() -> None:
     first, second = maingrad.simulate(program, 2)
     assert first == "another rank does"
     assert "counts" in second
+
+
+def test_where_one_ranks_capture_fails_no_rank_has_a_graph() -> None:
+    def program(graphed: bool) -> tuple[list[Any], str | None]:
+        job = Job(graphed=graphed)
+        rank = torch.distributed.get_rank()
+
+        def train_step(tokens: Tensor) -> Tensor:
+            loss = job.iterate(tokens)
+            if rank == 1:
+                loss.item()
+            return loss
+
+        job.graphed(train_step)
+        job.run()
+        return job.seen, job.step.why_eager if graphed else None
+
+    def both() -> str | None:
+        (eager, _), (graphed, why) = program(False), program(True)
+        assert all(map(same, eager, graphed))
+        return why
+
+    first, second = maingrad.simulate(both, 2)
+    assert "another rank's capture has failed" in first
+    assert "reads a value on the host" in second

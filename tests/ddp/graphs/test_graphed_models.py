@@ -87,6 +87,18 @@ def test_masks_that_some_batches_do_not_need_are_refused(answer: Any) -> None:
         masks.ask(CAUSAL, Asked(), GIVEN)
 
 
+def test_an_inner_model_is_asked_for_and_not_the_one_around_it() -> None:
+    masks = ModelMasks(nn.Linear(1, 1))
+    masks._own = [False, True]
+    assert masks.ask(CAUSAL, Asked(True), GIVEN, 4) is True
+    with capturing():
+        assert masks.ask(CAUSAL, Asked(), GIVEN, 4) is True
+    masks._own = [True, False]
+    assert masks.ask(CAUSAL, Asked(True), GIVEN, 8) is True
+    with capturing(), pytest.raises(RuntimeError, match="has found some that need no mask"):
+        masks.ask(CAUSAL, Asked(), GIVEN, 8)
+
+
 class Model(nn.Module):
     def forward(self, x: Tensor, position_ids: Tensor | None = None, attention_mask: Any = None, **more: Any) -> Any:
         if x.numel() == 0:
@@ -115,6 +127,7 @@ def test_a_model_that_is_given_positions_makes_none_of_its_own() -> None:
             hook = model.register_forward_pre_hook(lambda *_: own.append(masks._own[-1]))
             model(x, **{name: GIVEN})
             hook.remove()
+        assert functions.find_packed_sequence_indices(tensor=GIVEN) == "asked", "by keyword"
         with pytest.raises(ValueError, match="no tokens"):
             model(torch.ones(0))
         assert masks._own == [], "a forward that has raised is over"

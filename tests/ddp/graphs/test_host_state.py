@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
-from maingrad.ddp.graphs.host import surroundings
 from maingrad.ddp.graphs.host.host_state import HostState
 
 Case = Callable[[nn.Sequential], tuple[Callable[[], Any], Callable[[], Any]]]
@@ -41,7 +40,9 @@ def look(function: Callable[[], Any], model: nn.Module) -> HostState:
 
 
 def make_model() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.ReLU())
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.ReLU())
+    model[1].register_buffer("absent", None)
+    return model
 
 
 def halve() -> None:
@@ -139,11 +140,32 @@ def method_that_was_bound(model: nn.Module) -> Any:
     return lambda: get("scale"), lambda: held.update(scale=0.5)
 
 
+@seen
+def global_in_the_body_of_a_class(model: nn.Module) -> Any:
+    def step() -> Any:
+        class Local:
+            scale = factor
+
+        return Local
+
+    return step, halve
+
+
+@seen
+def global_that_is_deleted(model: nn.Module) -> Any:
+    names = {"__name__": __name__, "scale": 1.0}
+    exec("def step(): return scale", names)
+    return names["step"], lambda: names.pop("scale")
+
+
 # ---- Classes and objects. ----
 
 
 class Base:
     of_base = 1.0
+
+    def plain(self) -> float:
+        return factor
 
 
 class Config(Base):
@@ -179,12 +201,18 @@ class Config(Base):
     def times(self, scale: float) -> float:
         return self._scale * scale
 
+    def over(self, scale: float) -> float:
+        return super().plain() * scale
+
 
 class Product:
-    """Nothing but its operator reads the global."""
+    """Nothing but its operator and its text read the global."""
 
     def __mul__(self, scale: float) -> float:
         return factor * scale
+
+    def __format__(self, how: str) -> str:
+        return f"{factor}"
 
 
 class Made:
@@ -192,6 +220,10 @@ class Made:
 
     def __init__(self) -> None:
         self.now = factor
+
+
+class MadeToo(Made):
+    """Has its base's constructor."""
 
 
 @seen
@@ -238,9 +270,33 @@ def constructor(model: nn.Module) -> Any:
 
 
 @seen
+def constructor_of_a_base(model: nn.Module) -> Any:
+    return lambda: MadeToo(), halve
+
+
+@seen
+def method_of_a_base_by_super(model: nn.Module) -> Any:
+    config = Config()
+    return lambda: config.over(2.0), halve
+
+
+@seen
 def operator(model: nn.Module) -> Any:
     product = Product()
     return lambda: product * 2.0, halve
+
+
+@seen
+def method_of_pythons_that_is_named(model: nn.Module) -> Any:
+    product = Product()
+    return lambda: product.__format__(""), halve
+
+
+@seen
+def constructor_of_a_class_that_an_object_holds(model: nn.Module) -> Any:
+    """The class was met before as that of another object."""
+    held = types.SimpleNamespace(made=Made(), make=Made)
+    return lambda: (held.made, held.make()), halve
 
 
 @seen
@@ -260,6 +316,20 @@ def function_in_an_attribute(model: nn.Module) -> Any:
 def method_of_another_object(model: nn.Module) -> Any:
     held = types.SimpleNamespace(times=Config(1.0).times)
     return lambda: held.times(2.0), lambda: setattr(held, "times", Config(0.5).times)
+
+
+@seen
+def another_method_of_one_object(model: nn.Module) -> Any:
+    config = Config()
+    held = [config.times]
+    return lambda: held[0](2.0), lambda: held.__setitem__(0, config.over)
+
+
+@seen
+def attribute_with_the_name_of_a_mode(model: nn.Module) -> Any:
+    """Modules have modes, which are part of a call's kind; an object of the program has an attribute."""
+    held = types.SimpleNamespace(training=True)
+    return lambda: held.training, lambda: setattr(held, "training", False)
 
 
 @seen
@@ -298,6 +368,17 @@ class OneSlot:
 @seen
 def slot_that_is_named_alone(model: nn.Module) -> Any:
     held = OneSlot()
+    held.scale = 1.0
+    return lambda: held.scale, lambda: setattr(held, "scale", 0.5)
+
+
+class TwoSlots(OneSlot):
+    __slots__ = ("more",)
+
+
+@seen
+def slot_of_a_base(model: nn.Module) -> Any:
+    held = TwoSlots()
     held.scale = 1.0
     return lambda: held.scale, lambda: setattr(held, "scale", 0.5)
 
@@ -367,6 +448,24 @@ def keys_of_a_dict(model: nn.Module) -> Any:
     held, value = {"plain": Config()}, Config()
     held = {"plain": value}
     return of(list, held, lambda: (held.clear(), held.update(square=value)))
+
+
+@seen
+def object_that_is_a_key(model: nn.Module) -> Any:
+    config = Config()
+    return of(lambda held: [each._scale for each in held], {config: 1.0}, lambda: setattr(config, "_scale", 0.5))
+
+
+@seen
+def tuple_that_grows(model: nn.Module) -> Any:
+    held: list[Any] = [(1.0,)]
+    return of(lambda held: sum(held[0]), held, lambda: held.__setitem__(0, (1.0, 0.5)))
+
+
+@seen
+def length_of_a_long_list(model: nn.Module) -> Any:
+    held = [0.0] * 5000
+    return of(len, held, lambda: held.append(0.5))
 
 
 @seen
@@ -470,6 +569,30 @@ def global_in_a_hook(model: nn.Sequential) -> Any:
     return lambda: model(torch.ones(1, 2)), halve
 
 
+class Scaled(nn.Module):
+    """Reads its attribute by a name that no code has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._scale = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * float(getattr(self, "_".join(("", "scale"))))
+
+
+@seen
+def attribute_of_a_trained_module(model: nn.Sequential) -> Any:
+    model.append(Scaled())
+    return lambda: model(torch.ones(1, 2)), lambda: setattr(model[3], "_scale", 0.5)
+
+
+@seen
+def object_that_a_librarys_object_holds(model: nn.Module) -> Any:
+    other, config = nn.Dropout(), Config()
+    other.config = config
+    return lambda: other(torch.ones(1)), lambda: setattr(config, "unheard_of", 0.5)
+
+
 @seen
 def frozen_parameter(model: nn.Sequential) -> Any:
     return lambda: model, lambda: model[0].weight.requires_grad_(False)
@@ -531,38 +654,4 @@ def test_a_change_is_seen(name: str) -> None:
     assert (state.lost, state.change()) == (None, None)
     change()
     for _ in range(2):
-        assert state.change() is not None
-
-
-@pytest.mark.parametrize("before", [None, torch.bfloat16])
-def test_autocast_is_seen_and_so_is_its_dtype(before: torch.dtype | None) -> None:
-    model = make_model()
-    with torch.autocast("cpu", before, enabled=before is not None):
-        state = look(lambda: model, model)
-        assert state.change() is None
-        with torch.autocast("cpu", torch.float16):
-            assert "autocast" in (state.change() or "")
-
-
-class Switched(nn.Linear):
-    way = "fast"
-
-
-def test_what_other_rooms_say_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Modes of a thread, switches of modules, hooks of a wrapper, and parameters that the model does not register."""
-    mode, beside, outside = ["a recipe"], [1], nn.Parameter(torch.zeros(1))
-    monkeypatch.setattr(surroundings, "modes", [lambda: mode[0]])
-    monkeypatch.setattr(surroundings, "switches", ["way"])
-    model = nn.Sequential(Switched(1, 1))
-    changes: list[Callable[[], Any]] = [
-        lambda: mode.__setitem__(0, "another recipe"),
-        lambda: setattr(model[0], "way", "slow"),
-        lambda: beside.append(2),
-        lambda: outside.register_hook(lambda grad: None),
-        lambda: model[0].weight.register_hook(lambda grad: None),
-    ]
-    for change in changes:
-        state = surroundings.Surroundings(model, [outside], "cpu", lambda: tuple(beside))
-        assert state.change() is None
-        change()
         assert state.change() is not None

@@ -1,5 +1,6 @@
-"""What ``HostState`` takes for no change, the effects that it names, and the random numbers of the host."""
+"""What ``HostState`` takes for no change, what is around a call, and the effects and random numbers of the host."""
 
+import abc
 import argparse
 import functools
 import logging
@@ -7,16 +8,20 @@ import random
 import sys
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import Dataset
 
+import maingrad
+from maingrad.ddp.graphs.host import surroundings
 from maingrad.ddp.graphs.host.host_code import is_library, package_of
 from maingrad.ddp.graphs.host.host_state import HostState
 
+T = TypeVar("T")
 Case = Callable[[], tuple[Callable[[], Any], Callable[[], Any]]]
 """Returns the function of a step, and what is done after it was looked at."""
 UNCHANGED: dict[str, Case] = {}
@@ -31,9 +36,9 @@ def case(table: dict[str, Case]) -> Callable[[Case], Case]:
     return keep
 
 
-def look(function: Callable[[], Any]) -> HostState:
+def look(function: Callable[[], Any], kind: str = "cpu") -> HostState:
     model = nn.Linear(2, 2)
-    return HostState(function, model, list(model.parameters()), "cpu", lambda: ())
+    return HostState(function, model, list(model.parameters()), kind, lambda: ())
 
 
 class Config:
@@ -77,14 +82,102 @@ def same_method_anew() -> Any:
     return lambda: held[0](1.0), lambda: held.__setitem__(0, config.times)
 
 
+class Abstract(abc.ABC, Generic[T]):
+    """Its bases' methods read nothing that it has."""
+
+    scale = 1.0
+
+
+@case(UNCHANGED)
+def attribute_beside_bases_without_any() -> Any:
+    config = Abstract[int]()
+    return lambda: config.scale, lambda: setattr(config, "unheard_of", 0.5)
+
+
+class Trainer(Dataset[int]):
+    """A class of the library reads its attributes; but its own method is what is graphed."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def step(self) -> None:
+        pass
+
+
+@case(UNCHANGED)
+def count_beside_the_method_that_is_graphed() -> Any:
+    trainer = Trainer()
+    return trainer.step, lambda: setattr(trainer, "count", trainer.count + 1)
+
+
+@case(UNCHANGED)
+def what_a_librarys_object_holds() -> Any:
+    """Nobody says that it is used."""
+    held = nn.Dropout()
+    held.log, held.batches = logger, batches  # type: ignore[assignment]
+    return lambda: held(torch.ones(1)), bool
+
+
+@case(UNCHANGED)
+def matrix_without_strides() -> Any:
+    matrix = torch.eye(2).to_sparse()
+    return lambda: matrix, lambda: matrix.mul_(2)
+
+
+@case(UNCHANGED)
+def function_with_the_name_of_an_effect() -> Any:
+    names = {"__name__": __name__, "print": lambda text: text}
+    exec("def step(): print('loss')", names)
+    return names["step"], bool
+
+
 @pytest.mark.parametrize("name", UNCHANGED)
 def test_what_changes_nothing_is_no_change(name: str) -> None:
     function, change = UNCHANGED[name]()
     state = look(function)
+    assert state.lost is None
     for _ in range(2):
         change()
         assert state.change() is None
 
+
+# ---- Around a call. ----
+
+
+@pytest.mark.parametrize("before", [None, torch.bfloat16])
+def test_autocast_is_seen_and_so_is_its_dtype(before: torch.dtype | None) -> None:
+    with torch.autocast("cpu", before, enabled=before is not None):
+        state = look(lambda: 1)
+        assert state.change() is None
+        with torch.autocast("cpu", torch.float16):
+            assert "autocast" in (state.change() or "")
+
+
+class Switched(nn.Linear):
+    way = "fast"
+
+
+def test_what_other_rooms_say_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modes of a thread, switches of modules, hooks of a wrapper, and parameters that the model does not register."""
+    mode, beside, outside = ["a recipe"], [1], nn.Parameter(torch.zeros(1))
+    monkeypatch.setattr(surroundings, "modes", [lambda: mode[0]])
+    monkeypatch.setattr(surroundings, "switches", ["way"])
+    model = nn.Sequential(Switched(1, 1))
+    changes: list[Callable[[], Any]] = [
+        lambda: mode.__setitem__(0, "another recipe"),
+        lambda: setattr(model[0], "way", "slow"),
+        lambda: beside.append(2),
+        lambda: outside.register_hook(lambda grad: None),
+        lambda: model[0].weight.register_hook(lambda grad: None),
+    ]
+    for change in changes:
+        state = surroundings.Surroundings(model, [outside], "cpu", lambda: tuple(beside))
+        assert state.change() is None
+        change()
+        assert state.change() is not None
+
+
+# ---- Effects. ----
 
 LOST: dict[str, tuple[Callable[[], Any], str]] = {
     "print": (lambda: print("loss"), "prints, which no replay would"),
@@ -159,6 +252,20 @@ def test_draws_count_in_a_call_and_not_between_calls(name: str) -> None:
     assert state.draws() is not None
 
 
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_beside_a_gpu_tensors_and_numbers_of_the_cpu_are_the_hosts(kind: str) -> None:
+    """Graphs hold their values. Without one they are the device's, which replays read and draw."""
+    table = torch.ones(2)
+    with torch.inference_mode():
+        frozen = torch.ones(2)
+    state = look(lambda: (table, frozen), kind)
+    state.begin_call()
+    assert (state.change(), state.draws()) == (None, None)
+    table.add_(1)
+    torch.rand(1)
+    assert (state.change() is None, state.draws() is None) == ((kind == "cpu",) * 2)
+
+
 # ---- Whose code is looked into. ----
 
 
@@ -171,4 +278,20 @@ def test_the_programs_own_code_is_no_library(monkeypatch: pytest.MonkeyPatch) ->
     for library in ("maingrad.ddp", "torch.nn", "builtins", "json", "numpy.random", "time"):
         assert is_library(library, "of_the_program")
     assert package_of(functools.partial(functools.partial(np.full), 1)) == "numpy"
-    assert package_of(nn.functional.relu) == package_of(len) == "__main__"
+    for ours in (nn.functional.relu, len, maingrad.graphed):
+        assert package_of(ours) == "__main__"
+
+
+def test_an_installed_program_is_looked_into_and_what_it_imports_is_not() -> None:
+    found = {}
+    for name in ("installed_program", "installed_library"):
+        found[name] = sys.modules[f"{name}.part"] = types.ModuleType(f"{name}.part")
+        found[name].scale, found[name].__file__ = 1.0, f"/usr/lib/python3/dist-packages/{name}/part.py"  # type: ignore[attr-defined]
+    names = {"__name__": "installed_program.steps"}
+    imports = "from installed_program.part import scale; from installed_library.part import scale"
+    exec(f"def step(): {imports}", names)
+    state = look(names["step"])  # type: ignore[arg-type]
+    found["installed_library"].scale = 0.5  # type: ignore[attr-defined]
+    assert state.change() is None
+    found["installed_program"].scale = 0.5  # type: ignore[attr-defined]
+    assert state.change() is not None

@@ -1,12 +1,14 @@
 """What ``GraphedTrainingStep`` refuses, by name and before anything is wrong; and that the model goes on after it."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from maingrad.ddp import (
     WORLD_OF_ONE,
@@ -73,15 +75,20 @@ def fill_the_rate(job: Job) -> None:
             group["lr"].fill_(0.125)
 
 
+def replace_a_buffer(job: Job) -> None:
+    job.model.module.register_buffer("mean", torch.zeros(1))
+
+
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
+        (replace_a_buffer, "write buffers in place"),
         (read_the_loss, "capturing"),
         (schedule, r"scheduler\.step\(\) after"),
         (fill_the_rate, r"scheduler\.step\(\) after"),
         (lambda job: job.optimizer.param_groups[0].update(lr=2**-7) or 1 / 0, "division"),
     ],
-    ids=["reads a value", "scheduler", "scheduler of tensors", "an error of its own"],
+    ids=["replaces a buffer", "reads a value", "scheduler", "scheduler of tensors", "an error of its own"],
 )
 def test_a_capture_that_fails(extra: Callable[[Job], Any], message: str) -> None:
     job = Job(lambda job: extra(job) if torch.utils._python_dispatch._get_current_dispatch_mode() else None)
@@ -92,7 +99,7 @@ def test_a_capture_that_fails(extra: Callable[[Job], Any], message: str) -> None
     assert job.model.is_clear
     assert job.graphed.num_graphs == 0
     assert [group["lr"] for group in job.optimizer.param_groups] == [2**-7] * len(job.optimizer.param_groups)
-    assert len(before) == 2
+    assert all(map(torch.equal, before, job.model.parameters())), "nothing of it has run"
     check_goes_on(job)
 
 
@@ -178,6 +185,39 @@ def test_arguments_and_results() -> None:
         returns.graphed(x)
 
 
+READS: dict[str, Callable[[Tensor], Any]] = {
+    "a number": lambda x: x[0, 0].item(),
+    "a truth": lambda x: bool(x[0, 0]),
+    "places": lambda x: x.nonzero(),
+    "equality": lambda x: torch.equal(x, x),
+    "kinds": lambda x: torch.unique(x),
+    "kinds of rows": lambda x: torch.unique(x, dim=0),
+    "runs": lambda x: torch.unique_consecutive(x),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_what_needs_a_value_on_the_host_is_refused_in_a_capture(name: str) -> None:
+    """Also by the stand-in on CPUs, so that tests without a GPU see it."""
+    job = Job()
+    job.extra = lambda job: READS[name](job.loss.detach().view(1, 1))
+    x = warm(job)
+    with pytest.raises(RuntimeError, match="captur"):
+        job.graphed(x)
+    check_goes_on(job)
+
+
+def test_eager_calls_before_a_capture_are_as_many_as_are_asked_for() -> None:
+    job, graphs = Job(), []
+    step = GraphedTrainingStep(partial(job.train_step), job.model, job.optimizer, num_warmup_steps=3)
+    hooks = len(_global_optimizer_post_hooks)
+    for _ in range(5):
+        step(torch.ones(2, 4))
+        graphs.append(step.num_graphs)
+    assert graphs == [0, 0, 0, 1, 1]
+    assert len(_global_optimizer_post_hooks) == hooks, "none stays"
+
+
 def test_part_of_an_iteration() -> None:
     job = Job()
     for part, message in (
@@ -223,12 +263,18 @@ def test_what_is_refused_at_once() -> None:
         Job(config={"check_for_nan_in_grad": True})
     with pytest.raises(ValueError, match="RMSprop reads learning rates"):
         Job(optimizer_class=torch.optim.RMSprop)
+    with pytest.raises(ValueError, match="RMSprop reads learning rates"):
+        Job(param_groups=[{"params": "weight"}, {"params": "bias", "optimizer": torch.optim.RMSprop}])
     sgd = {"optimizer_class": torch.optim.SGD, "momentum": 0.5}
     with pytest.raises(ValueError, match="SGD with dampening"):
         Job(**sgd, param_groups=[{"params": "weight"}, {"params": "bias", "dampening": 0.25}])
     one, other = Job(), Job()
     with pytest.raises(ValueError, match="another model"):
         GraphedTrainingStep(one.train_step, one.model, other.optimizer)
+    with pytest.raises(TypeError, match="not Linear and DistributedOptimizer"):
+        GraphedTrainingStep(one.train_step, one.model.module, one.optimizer)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="not DistributedDataParallel and AdamW"):
+        GraphedTrainingStep(one.train_step, one.model, torch.optim.AdamW(one.model.parameters()))  # type: ignore[arg-type]
     sharded = fully_shard(nn.Linear(4, 4), mesh=WORLD_OF_ONE)
     with pytest.raises(TypeError, match="not FSDPLinear and AdamW"):
         GraphedTrainingStep(one.train_step, sharded, torch.optim.AdamW(sharded.parameters()))  # type: ignore[arg-type]

@@ -220,9 +220,11 @@ def test_muon_beside_adamw(config: dict[str, Any]) -> None:
     simulate(both, 2)
 
 
-def test_muon_that_skips_is_refused() -> None:
-    model = DistributedDataParallel(nn.Linear(4, 4, bias=False), DistributedDataParallelConfig())
-    optimizer = DistributedOptimizer(model, optimizer_class=Muon, skip_nonfinite=True)
+@pytest.mark.parametrize("groups", [[], [{"params": "weight", "optimizer": Muon}]], ids=["all", "a group"])
+def test_muon_that_skips_is_refused(groups: list[Any]) -> None:
+    model = DistributedDataParallel(nn.Linear(4, 4, bias=bool(groups)), DistributedDataParallelConfig())
+    cls = torch.optim.AdamW if groups else Muon
+    optimizer = DistributedOptimizer(model, optimizer_class=cls, skip_nonfinite=True, param_groups=groups)
     with pytest.raises(ValueError, match="skip_nonfinite skips Muon on the host"):
         GraphedTrainingStep(lambda x: model(x).sum(), model, optimizer)
 

@@ -213,7 +213,10 @@ def test_a_gradient_of_nan_shows_in_the_parameter(form: dict[str, Any]) -> None:
     assert weight[0, 0].isnan() and weight.isnan().sum() == 1
 
 
-@pytest.mark.parametrize("options", [{"lr": -1.0}, {"weight_decay": -0.1}, {"betas": (0.9, 1.0)}, {"betas": (0.9,)}])
+@pytest.mark.parametrize(
+    "options",
+    [{"lr": -1.0}, {"weight_decay": -0.1}, {"betas": (0.9, 1.0)}, {"betas": (-0.1, 0.9)}, {"betas": (0.9,)}],
+)
 def test_lion_refuses_bad_options(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="Lion needs"):
         Lion([nn.Parameter(torch.zeros(1))], **options)

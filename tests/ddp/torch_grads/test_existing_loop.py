@@ -250,6 +250,40 @@ def test_an_unused_parameter_has_the_gradient_zero() -> None:
     assert_same(weights(ddp), weights(plain))
 
 
+def test_a_read_of_an_earlier_iterations_gradient_finishes_nothing() -> None:
+    """One rank alone may have kept it: a collective would wait for the others."""
+    ddp = wrap(make_model())
+    kept = []
+    for batch in make_batches(2):
+        ddp.zero_grad()
+        loss_of(ddp, batch).backward()
+        kept += [param.grad for param in ddp.parameters()]
+    with pytest.raises(RuntimeError, match="was kept over its iteration's end"):
+        kept[0].norm()
+    assert not ddp.is_reduced
+    assert kept[-1].norm() > 0 and ddp.is_reduced
+
+
+def test_a_read_past_torchs_python_functions_says_what_to_do() -> None:
+    """As of a C++ extension, which adds a gradient to a sum of its own."""
+    ddp = wrap(make_model())
+    loss_of(ddp, make_batches(1)[0]).backward()
+    grad, total = next(ddp.parameters()).grad, torch.zeros_like(next(ddp.parameters()), requires_grad=False)
+    with torch._C.DisableTorchFunctionSubclass(), pytest.raises(RuntimeError, match="past torch's Python functions"):
+        total.add_(grad)
+    total.add_(grad)
+    assert total.norm() == next(ddp.parameters()).grad.norm() > 0
+
+
+def test_a_number_is_formatted_as_in_plain_pytorch() -> None:
+    net = nn.Linear(1, 1)
+    net.scale = nn.Parameter(torch.tensor(2.0))
+    ddp = wrap(net)
+    total = ddp(torch.ones(2, 1)).sum()
+    (total * net.scale).backward()
+    assert f"{net.scale.grad:.1f}" == f"{total.item():.1f}"
+
+
 def test_evaluation_between_microbatches_leaves_gradients_alone() -> None:
     model = make_model()
     plain = plain_twin(model)
@@ -295,3 +329,24 @@ def test_calling_the_inner_module_gives_the_same_gradients() -> None:
             torch.testing.assert_close(main_grads(ddp)[name], grad)
         ddp.zero_grad_buffer()
         plain.zero_grad()
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("reads", [False, True])
+def test_the_inner_module_goes_backward_twice_or_says_why_not(reads: bool, sharded: bool) -> None:
+    """A read between two backwards that the wrapper does not see would be the last that is right."""
+    model = make_model(fuse=False)
+    plain = plain_twin(model)
+    ddp = wrap(model, use_distributed_optimizer=sharded)
+    first, second = make_batches(2)
+    for trained in (model, plain):
+        loss_of(trained, first).backward()
+        if reads:
+            torch.nn.utils.clip_grad_norm_(trained.parameters(), 1e3)
+        if reads and trained is model:
+            with pytest.raises(RuntimeError, match=r"received a gradient after bucket 0 .* was reduced.*no_sync\(\)"):
+                loss_of(trained, second).backward()
+            return
+        loss_of(trained, second).backward()
+    norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e3)
+    torch.testing.assert_close(torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1e3), norm)

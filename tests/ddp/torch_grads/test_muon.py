@@ -1,13 +1,14 @@
 """Muon beside torch's, and beside one matrix at a time."""
 
 import copy
+import math
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer, Muon
+from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer, Lion, Muon
 from maingrad.ddp.torch_grads.muon import alike
 from maingrad.fsdp import fully_shard
 from maingrad.launch import simulate
@@ -63,16 +64,19 @@ def test_equals_torch_in_fp64(options: dict[str, Any], monkeypatch: pytest.Monke
         assert not torch.equal(mine, before)
 
 
-def test_exact_beside_fp64() -> None:
+@pytest.mark.parametrize(
+    "steps", [None, [(3.4445, -4.775, 2.0315), (3.0, -3.2, 1.2), (1.5, -0.5, 0.0)]], ids=["simple", "one by one"]
+)
+def test_exact_beside_fp64(steps: Any) -> None:
     """By singular values in fp64."""
     (weight,) = matrices((24, 40))
     param = nn.Parameter(weight.clone())
     param.grad = torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
-    Muon([param], lr=1.0, weight_decay=0.0).step()
+    Muon([param], lr=1.0, weight_decay=0.0, ns_coefficients=steps).step()
     u, s, v = torch.linalg.svd(param.grad.double(), full_matrices=False)
     s = s / s.norm()
-    for _ in range(5):
-        s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+    for a, b, c in steps or [(3.4445, -4.775, 2.0315)] * 5:
+        s = a * s + b * s**3 + c * s**5
     torch.testing.assert_close((weight - param).detach().double(), u @ torch.diag(s) @ v, rtol=0, atol=1e-5)
 
 
@@ -175,6 +179,31 @@ def test_learning_rate_in_a_tensor_and_missing_gradients() -> None:
     assert torch.equal(held[1], params[1]) and not torch.equal(held[0], params[0])
 
 
+def test_a_closure_computes_gradients_and_its_loss_is_returned() -> None:
+    """As in every optimizer of torch."""
+    for cls in (Muon, Lion):
+        param = nn.Parameter(torch.ones(4, 4))
+        optimizer = cls([param], lr=0.5)
+
+        def closure(param: nn.Parameter = param) -> Any:
+            loss = param.square().sum()
+            loss.backward()
+            return loss
+
+        loss = optimizer.step(closure)
+        assert loss is not None and loss.item() == 16
+        assert not torch.equal(param.detach(), torch.ones(4, 4))
+
+
+def test_momentum_is_summed_in_the_gradients_dtype() -> None:
+    param = nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16))
+    param.grad_dtype = torch.float32
+    param.grad = torch.full((4, 4), 1 + 2**-12)
+    optimizer = Muon([param], momentum=0.5)
+    optimizer.step()
+    assert torch.equal(optimizer.state[param]["momentum_buffer"], param.grad / 2)
+
+
 def test_state_dicts_go_to_and_from_torch() -> None:
     params = [nn.Parameter(param) for param in matrices((8, 16))]
     ours = Muon(params)
@@ -203,6 +232,9 @@ def test_state_dicts_go_to_and_from_torch() -> None:
         ((8, 4), {"ns_steps": 0}, "ns_steps"),
         ((8, 4), {"adjust_lr_fn": "orignal"}, "adjust_lr_fn"),
         ((8, 4), {"momentum": 1.0}, "momentum"),
+        ((8, 4), {"momentum": -0.1}, "momentum"),
+        ((8, 4), {"lr": math.nan}, "lr"),
+        ((8, 4), {"weight_decay": math.nan}, "weight_decay"),
         ((8, 4), {"lr": -1.0}, "lr"),
         ((8, 4), {"weight_decay": -0.1}, "weight_decay"),
         ((8, 4), {"split": (8, 0)}, "rows"),

@@ -86,10 +86,15 @@ def test_a_sharded_model_has_the_groups_of_the_whole_one_on_all_ranks() -> None:
 
 def test_adapters_of_fused_layers() -> None:
     pair = nn.ModuleDict({"lora_A": nn.Linear(16, 3, bias=False), "lora_B": nn.Linear(3, 64, bias=False)})
-    query = nn.ModuleDict({"lora_A": nn.Linear(16, 3, bias=False)})
+    query = nn.ModuleDict({name: nn.Linear(16, 3, bias=False) for name in ("lora_A", "lora_down")})
     model = nn.ModuleDict({"qkv": query, "mlp": nn.ModuleDict({"gate_up_proj": pair})})
     parts = {name: group.get("split", 1) for group in muon_groups(model).groups for name in group["params"]}
-    assert parts == {"qkv.lora_A.weight": 1, "mlp.gate_up_proj.lora_A.weight": 1, "mlp.gate_up_proj.lora_B.weight": 2}
+    assert parts == {
+        "qkv.lora_A.weight": 1,
+        "qkv.lora_down.weight": 1,
+        "mlp.gate_up_proj.lora_A.weight": 1,
+        "mlp.gate_up_proj.lora_B.weight": 2,
+    }
 
 
 def test_routers_by_choice() -> None:
@@ -252,12 +257,44 @@ def test_matrices_of_other_kinds() -> None:
         "sparse_moe.weight": "",
         "experts.weight": "",
     }
-    # Neither dim 0 of experts nor a config without the number of groups gives the rows of query, key and value.
-    attention = nn.ModuleDict({"qkv_proj": nn.Linear(16, 32, bias=False)})
-    attention.config, attention.head_dim = SimpleNamespace(num_attention_heads=2), 8
-    for model in (nn.ModuleDict({"experts": Other(12, 4, 8, name="qkv")}), attention):
+
+
+@pytest.mark.parametrize("name", ["qkv", "query_key_value", "c_attn", "wqkv_fused", "gate_up_1"])
+def test_fused_matrices_of_unknown_parts_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"'experts\.{name}' \[12, 4, 8\] seems to be several matrices in one"):
+        muon_groups(nn.ModuleDict({"experts": Other(12, 4, 8, name=name)}))
+    for linear in (nn.Linear(16, 40, bias=False), nn.Linear(16, 16, bias=False)) if "gate" not in name else ():
         with pytest.raises(ValueError, match="seems to be several matrices in one"):
-            muon_groups(model)
+            muon_groups(nn.ModuleDict({name: linear}))
+
+
+@pytest.mark.parametrize(
+    "missing", ["num_attention_heads", "num_key_value_heads", "head_dim", "rows", "linear", "nothing"]
+)
+def test_attention_says_its_rows_by_its_config_where_all_of_it_fits(missing: str) -> None:
+    rows = 40 if missing == "rows" else 32
+    layer = nn.Linear(16, rows, bias=False) if missing != "linear" else Other(rows, 4, 16)
+    attention = nn.ModuleDict({"qkv_proj": layer})
+    sizes = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+    sizes.pop(missing, None)
+    attention.config, attention.head_dim = SimpleNamespace(**sizes), sizes.get("head_dim")
+    model = nn.ModuleDict({"experts": attention})
+    if missing == "nothing":
+        assert muon_groups(model).groups[0]["split"] == (16, 8, 8)
+        return
+    with pytest.raises(ValueError, match="seems to be several matrices in one"):
+        muon_groups(model)
+
+
+@pytest.mark.parametrize(
+    "name", ["lm_head", "head", "output", "output_layer", "score", "classifier", "unembed", "embed_out"]
+)
+def test_names_of_heads(name: str) -> None:
+    """Also inside of another module, and where the rows are not those of the table."""
+    decoder = nn.ModuleDict({name: nn.Linear(16, 40, bias=False)})
+    found = reasons(table=nn.Embedding(48, 16), decoder=decoder, last=nn.Linear(16, 48, bias=False))
+    assert found[f"decoder.{name}.weight"] == "of the head"
+    assert found["last.weight"] == ""
 
 
 def test_each_reason_is_said_once_where_nothing_is_a_matrix() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from grad_functions import COLUMN, OF_A_MATRIX, WEIGHTS, WRITES, WRITES_TO_VIEWS, answer
 from torch import Tensor, nn
 
@@ -223,6 +224,12 @@ def test_experts_that_some_ranks_share_are_no_plain_tensors_either() -> None:
         group = dist.new_group([rank % 2, rank % 2 + 2], use_local_synchronization=True)
         wrapped: Any = DistributedDataParallel(model, expert_process_group=group)
         optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+        before = model[2].weight.detach().clone()
+        wrapped(batch(rank)).square().mean().backward()
+        model[2].weight.grad = None
+        optimizer.step()
+        assert torch.equal(model[2].weight, before)
+        optimizer.zero_grad()
         wrapped(batch(rank)).square().mean().backward()
         model[2].weight.grad = torch.ones_like(model[2].weight)
         with pytest.raises(RuntimeError, match=r"was replaced by a plain tensor\. Other ranks have other experts"):
@@ -253,6 +260,28 @@ def test_experts_of_this_rank_are_whole_and_norms_cover_all_ranks() -> None:
         simulate(check, 2, sharded)
 
 
+def test_the_largest_of_experts_is_that_of_all_instances() -> None:
+    """Two of four ranks share an expert, and the others another; instances are the second dim of their mesh."""
+
+    def check() -> float:
+        model = make_net()
+        for param in model[2].parameters():
+            param.allreduce = False  # type: ignore[attr-defined]
+        config = DistributedDataParallelConfig(use_distributed_optimizer=True, num_distributed_optimizer_instances=2)
+        first = dist.get_rank() // 2 * 2
+        pair = dist.new_group([first, first + 1], use_local_synchronization=True)
+        wrapped: Any = DistributedDataParallel(model, config, expert_process_group=pair)
+        wrapped(batch(first)).square().mean().backward()
+        grad: Any = model[2].weight.grad
+        norm = grad.norm(math.inf)
+        found: list[Any] = [None] * 4
+        dist.all_gather_object(found, model[2].weight.main_grad.abs().max().item())  # type: ignore[attr-defined]
+        assert len(set(found)) == 2 and norm == max(found)
+        return norm.item()  # type: ignore[no-any-return]
+
+    assert len(set(simulate(check, 4))) == 1
+
+
 def test_what_an_optimizers_own_tensors_show_has_norms_alone() -> None:
     """Ranks have tensors of their own, which are no parts of one tensor."""
 
@@ -264,6 +293,7 @@ def test_what_an_optimizers_own_tensors_show_has_norms_alone() -> None:
         assert isinstance(grad, ShardedGrad) and grad.shape == master.shape
         grads = [each.grad for each in optimizer.param_groups[0]["params"]]
         torch.testing.assert_close(torch.nn.utils.get_total_norm(grads), expected)
+        torch.testing.assert_close(torch.nn.utils.get_total_norm(grads, math.inf), largest)
         before = grad.to_local().clone()
         grad.mul_(torch.full_like(grad.to_local(), 2.0))
         torch.testing.assert_close(grad.to_local(), before * 2)
@@ -271,7 +301,9 @@ def test_what_an_optimizers_own_tensors_show_has_norms_alone() -> None:
             with pytest.raises(RuntimeError, match=r"to_local\(\)"):
                 read()
 
-    expected = torch.nn.utils.get_total_norm([param.grad for param in plain(2).parameters()])
+    expected, largest = (
+        torch.nn.utils.get_total_norm([param.grad for param in plain(2).parameters()], ord) for ord in (2, math.inf)
+    )
     for instances in (1, 2):
         simulate(check, 2, instances)
 
@@ -352,7 +384,9 @@ def test_a_parameter_takes_gradients_of_its_own_elements_alone() -> None:
     mine = info_of((4, 3), 0, 6)
     same, other = (make_sharded_grad(torch.ones(6), info_of((4, 3), start, start + 6)) for start in (0, 6))
     assert adopt_grad(same, mine) is same
-    assert adopt_grad(torch.ones(2, 3), mine).shard is mine
+    plain = torch.ones(2, 3)
+    adopted = adopt_grad(plain, mine)
+    assert adopted.shard is mine and adopted.data_ptr() == plain.data_ptr()
     with pytest.raises(RuntimeError, match=r"elements 0 to 6 .* a shard of other elements: elements 6 to 12"):
         adopt_grad(other, mine)
     with pytest.raises(RuntimeError, match=r"of shape \(2, 3\), and was given \(3, 2\)"):
@@ -377,10 +411,15 @@ def test_what_norms_are_asked_for() -> None:
     grad, flat = shard(), torch.arange(1.0, 8.0)
     vector = make_sharded_grad(flat.clone(), info_of((9,), 2, 9))
     torch.testing.assert_close(grad.norm(dtype=torch.float64), flat.double().norm())
+    torch.testing.assert_close(grad.norm(p=1), flat.norm(1))
     torch.testing.assert_close(torch.linalg.vector_norm(grad, 3, dtype=torch.float64), flat.double().norm(3))
     torch.testing.assert_close(torch.linalg.norm(vector, 3), flat.norm(3))
     torch.testing.assert_close(torch._foreach_norm([grad, vector], math.inf), [flat.max()] * 2)
     assert grad.norm(keepdim=True).shape == (1, 1)
+    empty = make_sharded_grad(torch.empty(0), info_of((4, 3), 5, 5))
+    torch.testing.assert_close(
+        torch._foreach_norm([empty, grad, empty]), [flat.new_zeros(()), flat.norm(), flat[0] * 0]
+    )
     torch.testing.assert_close(shard(copies=2).norm(), flat.norm() / math.sqrt(2))
     refused: list[Callable[[], Any]] = [
         lambda: torch._foreach_norm([grad], 0),
@@ -391,6 +430,11 @@ def test_what_norms_are_asked_for() -> None:
         lambda: grad.norm(dim=0),
         lambda: torch.linalg.vector_norm(grad, out=torch.zeros(())),
         lambda: grad.max(),
+        lambda: torch._foreach_max([grad]),
+        lambda: torch.equal(grad, grad),
+        lambda: bool(grad),
+        lambda: float(grad),
+        lambda: int(grad),
         lambda: torch.where(grad),
         lambda: grad + shard(flat=True),
         lambda: torch.mul(grad, 2, out=torch.zeros(4, 3)),
@@ -407,6 +451,7 @@ def test_norms_of_gradients_of_several_dtypes() -> None:
     assert [each.dtype for each in found] == [torch.float32, torch.bfloat16, torch.float64, torch.float32]
     for each in found:
         torch.testing.assert_close(each.float(), torch.tensor(140.0).sqrt(), rtol=2e-3, atol=0)
+    grads.append(torch.ones(4))  # type: ignore[arg-type]
     assert {each.dtype for each in torch._foreach_norm(grads, 2, dtype=torch.float64)} == {torch.float64}
 
 
@@ -426,6 +471,38 @@ def test_what_is_element_wise_stays_a_shard() -> None:
     assert results[2] is target
     assert target.to_local().flatten().tolist() == [2.0 * each for each in range(1, 8)]
     assert results[4].to_local().flatten().tolist() == [2.0 * each for each in range(1, 8)]
+
+
+OF_ELEMENTS: dict[str, Callable[[Any], Any]] = {
+    "//": lambda g: (g // 3) + (100 // g),
+    "%": lambda g: (g % 3) + (100 % g),
+    "/": lambda g: g / 3 + 2 / g,
+    "-": lambda g: 1 - (-(+g) - 1),
+    "**": lambda g: g**2 + 2**g,
+    "&, | and ^": lambda g: (g.int() & 3) + (g.int() | 8) + (g.int() ^ 5),
+    "~, << and >>": lambda g: ~(g.int() << 2) + (g.int() >> 1),
+    "//= and %=": lambda g: g.clone().__ifloordiv__(2) + g.clone().__imod__(2),
+    "/=, **= and -=": lambda g: g.clone().__itruediv__(2) + g.clone().__ipow__(2) + g.clone().__isub__(2),
+    "&=, |= and ^=": lambda g: g.int().__iand__(3) + g.int().__ior__(8) + g.int().__ixor__(5),
+    "<<= and >>=": lambda g: g.int().__ilshift__(2) + g.int().__irshift__(1),
+    "comparisons": lambda g: (g > 3).int() + (g >= 3).int() + (g != 3).int() + (g == 3).int() + torch.less(g, 3).int(),
+    "by other names": lambda g: torch.subtract(g, 1) + torch.multiply(g, 2) + torch.divide(g, 2) + torch.negative(g),
+    "of torch.nn": lambda g: F.selu(g) + F.relu6(g) + F.softsign(g) + F.logsigmoid(g) + F.tanhshrink(g) + F.rrelu(g),
+    "arcs": lambda g: torch.arccos(g / 9) + torch.arcsin(g / 9) + torch.arctan(g) + torch.arcsinh(g) + torch.fix(g),
+    "dropout": lambda g: F.dropout(g, 0.5, training=False) + torch.absolute(g) + torch.positive(g),
+    "a power of one to each": lambda g: (
+        sum(torch._foreach_pow([g, g], 2)) + sum(torch._foreach_add([g, g], [1.0, 2.0]))
+    ),
+    "dtypes": lambda g: g.long() + g.double() + g.half() + g.bfloat16() + g.to(torch.float32) + g.short() + g.char(),
+}
+
+
+@pytest.mark.parametrize("name", OF_ELEMENTS)
+def test_functions_of_each_element(name: str) -> None:
+    flat = torch.arange(1.0, 8.0)
+    found = OF_ELEMENTS[name](make_sharded_grad(flat.clone(), info_of((9,), 2, 9)))
+    assert isinstance(found, ShardedGrad)
+    torch.testing.assert_close(found.to_local(), OF_ELEMENTS[name](flat.clone()))
 
 
 def test_placeholders_are_zeros_that_nothing_changes() -> None:
@@ -488,6 +565,10 @@ def test_a_shard_waits_for_the_reduction_into_its_memory_and_says_that_it_was_un
     assert clone.shard is grad.shard
     with pytest.raises(TypeError, match="a sharded gradient is not pickled"):
         pickle.dumps(grad)
+    other, more = make_sharded_grad(torch.ones(6), info_of((4, 3), 3, 9)), Sums()
+    other.sums = weakref.ref(more)
+    torch._amp_foreach_non_finite_check_and_unscale_([grad, other], torch.zeros(1), torch.ones(1))
+    assert seen == ["scaler"] * 3, "each is told"
 
 
 def test_functions_are_local_within_the_outermost_step() -> None:

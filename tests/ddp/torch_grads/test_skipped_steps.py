@@ -18,6 +18,7 @@ from stale_memory import stale_empty
 from torch import Tensor, nn, optim
 
 from maingrad.ddp import DistributedOptimizer, GradScaler, load_checkpoint, save_checkpoint
+from maingrad.ddp.torch_grads.optimizer import prepare_skippable_step
 from maingrad.launch import simulate
 
 SGD: dict[str, Any] = {"optimizer_class": optim.SGD, "momentum": 0.9}
@@ -294,3 +295,14 @@ def check_stock(options: dict[str, Any]) -> None:
 def test_a_stock_optimizers_first_step_is_skipped_without_a_trace(dampening: float, fused: bool) -> None:
     with stale_empty():
         simulate(check_stock, 2, {"momentum": 0.9, "dampening": dampening, "fused": fused})
+
+
+def test_momentum_that_is_there_stays_where_another_parameter_has_none() -> None:
+    params = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+    optimizer = optim.SGD(params, lr=0.1, momentum=0.9, fused=True)
+    params[0].grad = torch.ones(2)
+    optimizer.step()
+    params[1].grad = torch.ones(2)
+    optimizer.found_inf = torch.zeros(())  # type: ignore[attr-defined]
+    prepare_skippable_step(optimizer)
+    assert torch.equal(optimizer.state[params[0]]["momentum_buffer"], torch.ones(2))

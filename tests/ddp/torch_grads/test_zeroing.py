@@ -106,6 +106,28 @@ def test_zeros_stay_where_a_program_asks_for_them() -> None:
     assert all(param.grad is None for param in ddp.parameters())
 
 
+def test_one_optimizer_over_two_wrappers_serves_both() -> None:
+    models = [make_model(), make_model()]
+    plain = [plain_twin(model) for model in models]
+    wrapped = [wrap(model) for model in models]
+    for pair in (wrapped, plain):
+        optimizer = torch.optim.SGD([param for model in pair for param in model.parameters()], lr=0.1)
+        for step in range(3):
+            for seed, model in enumerate(pair):
+                loss_of(model, make_batches(1, seed=10 * step + seed)[0]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            for model in wrapped if pair is wrapped and step == 1 else ():
+                with model.no_sync():
+                    loss_of(model, make_batches(1)[0]).backward()
+            optimizer.zero_grad()
+    for ours, theirs in zip(wrapped, plain, strict=True):
+        assert_same(weights(ours), weights(theirs))
+    DistributedOptimizer(wrapped[1])
+    with pytest.raises(RuntimeError, match=r"SGD\.step\(\): parameter '\S+' is updated by the DistributedOptimizer"):
+        torch.optim.SGD([param for model in wrapped for param in model.parameters()], lr=0.1).step()
+
+
 def test_a_zero_grad_of_the_programs_own_stays() -> None:
     ddp = wrap(make_model())
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
@@ -150,8 +172,9 @@ def test_zero_grad_after_a_backward_for_something_else_discards_it(name: str, ra
             torch.testing.assert_close(found[key], weight, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizer_zero_grad_between_microbatches_discards(name: str) -> None:
+def test_optimizer_zero_grad_between_microbatches_discards(name: str, set_to_none: bool) -> None:
     """After a backward under ``no_sync`` gradients are in main_grad alone, and ``.grad`` is None already."""
     ddp = wrap(make_model())
     plain = plain_twin(ddp.module)
@@ -163,10 +186,10 @@ def test_optimizer_zero_grad_between_microbatches_discards(name: str) -> None:
             plain_backward(model, make_batches(2, seed=step))
             optimizer.step()
             schedule.step()
-            optimizer.zero_grad(set_to_none=step == 0)
+            optimizer.zero_grad(set_to_none=step != 1)
         with ddp.no_sync():
             loss_of(model, make_batches(1)[0]).backward()
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none)
         loss_of(model, make_batches(2)[1]).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -297,19 +320,28 @@ def discard_one(net: Any, end: int) -> None:
         param.grad = None
 
 
+@pytest.mark.parametrize("reads", [True, False])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_one_layers_gradients_are_discarded_after_a_read_and_the_others_go_on(overlap: bool) -> None:
+def test_one_layers_gradients_are_discarded_after_a_read_and_the_others_go_on(overlap: bool, reads: bool) -> None:
+    """Or before one, when their reduction may be under way."""
     net = TwoEnds()
     twin = plain_twin(net)
     ddp = wrap(net, overlap_grad_reduce=overlap, bucket_size=1)
     first, second = make_batches(2)
     for model, own in ((ddp, net), (twin, twin)):
         (model(first, 0) + model(first, 1)).square().mean().backward()
-        torch.nn.utils.clip_grad_norm_(own.parameters(), 1e3)
+        if reads:
+            torch.nn.utils.clip_grad_norm_(own.parameters(), 1e3)
         discard_one(own, 0)
         (model(second, 0) + model(second, 1)).square().mean().backward()
         torch.nn.utils.clip_grad_norm_(own.parameters(), 1e3)
     for mine, plain in zip(net.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, plain.grad)
+    for model in (ddp, twin):  # the next iteration discards nothing
+        model.zero_grad()
+        (model(first, 0) + model(first, 1)).square().mean().backward()
+    for mine, plain in zip(net.parameters(), twin.parameters(), strict=True):
+        assert mine.grad is not None and mine.grad.norm() > 0
         torch.testing.assert_close(mine.grad, plain.grad)
 
 

@@ -70,7 +70,7 @@ FAULTS = [
         "68h-a-failed-capture-has-run",
         sentence="The eager call behind a capture that failed is the second one of its step.",
         tests=[f"{EAGER}[reads_a_value_after_the_step]"],
-        changes=[Change("maingrad.ddp.graphs.recorded", "RecordedGraph.recording", "written.restore()", "pass")],
+        changes=[Change("maingrad.ddp.graphs.recorded", "RecordedGraph.undo", "written.restore()", "pass")],
     ),
     Fault(
         "68i-a-capture-asks-on-the-host",
