@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from maingrad.ddp.collectives import failure_report
-from maingrad.ddp.collectives.failure_report import CollectiveError, ask_others, with_more_text
+from maingrad.ddp.collectives.failure_report import CollectiveError, FailureReporter, ask_others, with_more_text
 
 
 def test_ranks_without_a_report_are_silent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,6 +68,9 @@ def test_a_store_that_does_not_answer_holds_nobody_up(monkeypatch: pytest.Monkey
     start = time.monotonic()
     silent, lines = ask_others(store, 1, 2, "all_reduce of bucket 0")
     assert time.monotonic() - start < 4.0, "it waits for PATIENCE, not for the store"
+    asking = [thread for thread in threading.enumerate() if thread.name == "maingrad-failure-report"]
+    assert asking
+    assert all(thread.daemon for thread in asking), "nor does the end of the process"
     store.over.set()
     assert silent == [0]
     assert lines == [
@@ -82,6 +85,16 @@ def test_long_lists_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     silent, (line,) = ask_others(dist.HashStore(), 0, 1000, "all_reduce of bucket 0")
     assert len(silent) == 999
     assert "rank 8 and 991 more: look whether" in line
+
+
+@pytest.mark.parametrize(
+    ("backends", "active"), [("cpu:gloo,cuda:nccl", True), ("nccl", True), ("gloo", True), ("simulated", False)]
+)
+def test_ranks_report_where_processes_may_end(backends: str, active: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(failure_report, "_backends", lambda group: backends)
+    monkeypatch.setattr(failure_report, "default_store", dist.HashStore)
+    assert FailureReporter().active is active
 
 
 def test_more_text_leaves_an_error_what_it_is() -> None:

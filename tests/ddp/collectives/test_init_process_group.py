@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -85,3 +86,42 @@ def test_half_of_a_launchers_environment_is_not_taken_for_none(
     with pytest.raises(ValueError, match=f"environment variable {missing} expected"):
         init_process_group()
     assert not dist.is_initialized()
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_with_gpus_the_process_has_its_own_before_nccl_begins(alone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a launcher it is alone there too."""
+    called: list[tuple[str, Any]] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: called.append(("set_device", device)))
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: called.append((backend, options)))
+    monkeypatch.setattr(dist, "get_rank", lambda: 3)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "4")
+        if alone:
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    device = torch.device("cuda", 1)
+    assert init_process_group() == (device, 3, 4)
+    (first, current), (backend, options) = called
+    assert (first, current) == ("set_device", device)
+    assert (backend, options.pop("device_id")) == ("nccl", device)
+    assert {name: options.get(name) for name in ("rank", "world_size")} == (
+        {"rank": 0, "world_size": 1} if alone else {"rank": None, "world_size": None}
+    )
+
+
+@pytest.mark.parametrize(("backend", "kind"), [("gloo", "cpu"), ("nccl", "cuda"), ("cpu:gloo,cuda:nccl", "cuda")])
+def test_the_backend_of_a_group_that_exists_says_where_the_process_computes(
+    backend: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever GPUs the machine has."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend", lambda: backend)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
+    assert init_process_group().device.type == kind

@@ -224,6 +224,10 @@ WRONG: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         lambda: {"ranks": init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("a", "b", "c"))},
         re.escape("process_group: a data-parallel mesh is (inner) or (outer, inner); this one has 3 dims ('a', 'b', '"),
     ),
+    "a mesh of three dims, the first of context-parallel ranks": (
+        lambda: {"ranks": init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("cp", "replicate", "shard"))},
+        re.escape("this one has 3 dims ('cp', 'replicate', 'shard'): flatten those that share shards"),
+    ),
     "a mesh of three dims for experts": (
         lambda: {"experts": init_device_mesh("cpu", (1, 2, 2))},
         r"expert_process_group: a data-parallel mesh is \(inner\) or \(outer, inner\); this one has 3 dims",

@@ -422,11 +422,14 @@ def test_a_world_of_one_compares_nothing() -> None:
 UNITS = ("first", "second", "third")
 
 
-def compared(gathers: list[str], reductions: list[list[str]], instances: int = 1) -> list[str]:
+def compared(
+    gathers: list[str], reductions: list[list[str]], instances: int = 1, *, experts: bool = False
+) -> list[str]:
     """What each rank is told after one comparison, and after an equal one behind it.
 
     gathers     for each rank the units that it gathers, by letter
     reductions  the same of its reductions
+    experts     units over two neighbours each, whose comparison comes before those of the model's ranks
     """
 
     differ = len(set(gathers)) > 1 or len(set(map(tuple, reductions))) > 1
@@ -434,7 +437,10 @@ def compared(gathers: list[str], reductions: list[list[str]], instances: int = 1
     def on_each_rank() -> str:
         grid, failures = make_grid(None, num_instances=instances), FailureReporter()
         steps = StepCheck(grid, failures, torch.device("cpu"), None)
-        log = steps.log_of(grid.inner)
+        first = dist.get_rank() // 2 * 2
+        log = steps.log_of(
+            dist.new_group([first, first + 1], use_local_synchronization=True) if experts else grid.inner
+        )
         assert log is not None
         index = {name[0]: log.add_name(name) for name in UNITS}
         for unit in gathers[dist.get_rank()]:
@@ -483,6 +489,12 @@ def test_ranks_of_other_instances_raise_too() -> None:
     """Their own groups are alike, and they would wait for the others."""
     texts = compared(["fs", "ft", "fs", "fs"], [["f"]] * 4, instances=2)
     assert all("gathered second on rank 0, third on rank 1" in text for text in texts)
+
+
+def test_experts_that_differ_are_told_to_all_instances() -> None:
+    """Two comparisons later: those inside instances and across them are alike."""
+    texts = compared(["fs", "fs", "fs", "ft"], [["f"]] * 4, instances=2, experts=True)
+    assert all("gathered second on rank 2, third on rank 3" in text for text in texts), texts
 
 
 def test_a_difference_behind_what_is_kept_has_no_names(monkeypatch: pytest.MonkeyPatch) -> None:

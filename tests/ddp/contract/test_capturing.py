@@ -123,6 +123,14 @@ def test_delayed_gradients_of_a_replay_are_added_when_the_queue_is_drained() -> 
         pass
 
 
+def test_a_capture_that_failed_is_over() -> None:
+    capture = BackwardCapture(FirstWrites(in_order=True), [])
+    with pytest.raises(KeyError), noting(capture):
+        raise KeyError
+    with noting(capture):
+        pass
+
+
 def test_a_weight_of_which_others_have_a_part_is_never_overwritten() -> None:
     """A module of others may have written it before."""
     layer = nn.Linear(2, 2, bias=False)

@@ -51,6 +51,10 @@ def test_a_step_over_what_is_pending_is_refused_until_it_is_computed_or_dropped(
     entry = entry_of(weight)
     assert entry.serves(weight)
     assert not entry.serves(other)
+    of_both = entry_of(other, weight)
+    assert of_both.serves(weight)
+    assert of_both.serves(other)
+    of_both.drop()
     assert entry.waits
     step_over(other)
     with pytest.raises(RuntimeError, match=PENDING):
