@@ -87,6 +87,7 @@ def test_half_of_a_launchers_environment_is_not_taken_for_none(
         init_process_group()
     assert not dist.is_initialized()
 
+
 @pytest.mark.parametrize("alone", [False, True])
 def test_with_gpus_the_process_has_its_own_before_nccl_begins(alone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a launcher it is alone there too."""

@@ -1,5 +1,7 @@
 """Two wrappers over one model, ours and torch's or ours twice: refused with both names, in either order."""
 
+import gc
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -277,3 +279,26 @@ def delayed_under_torch(ignored: bool, reentrant: bool) -> None:
 def test_torchs_wrapper_reduces_nothing_that_is_delayed(ignored: bool, reentrant: bool) -> None:
     """Refused, unless torch's wrapper was told to leave the parameter alone."""
     simulate(delayed_under_torch, 1, ignored, reentrant)
+
+
+def delayed_beside_torch(gone: bool) -> None:
+    """An evaluation under torch's wrapper, then training with a reentrant recompute, without torch's wrapper."""
+    layer = Linear(4, 4, bias=False, delay_wgrad_compute=True)
+    wrapper = TorchDDP(layer)
+    x = torch.ones(2, 4, requires_grad=True)
+    with torch.no_grad():
+        wrapper(x)
+    if gone:
+        reference = weakref.ref(wrapper)
+        del wrapper
+        gc.collect()
+        assert reference() is None
+    with nullcontext() if gone else pytest.raises(RuntimeError, match="a delayed weight gradient under torch"):
+        checkpoint(layer, x, use_reentrant=True).sum().backward()
+        layer.backward_dw()
+        assert layer.weight.grad.tolist() == [[2] * 4] * 4
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_wrapper_of_torch_that_is_gone_reduces_nothing(gone: bool) -> None:
+    simulate(delayed_beside_torch, 1, gone)
