@@ -49,6 +49,16 @@ def test_a_process_waits_for_threads_of_gloo_alone() -> None:
     assert ended.stdout == "pt_gloo_runloop released\n"
 
 
+@pytest.mark.parametrize("error", [FileNotFoundError, ProcessLookupError])
+def test_a_thread_that_ends_meanwhile_is_no_error(error: type[OSError]) -> None:
+    """Its file is gone, or reads as of no process."""
+
+    def read_text() -> str:
+        raise error
+
+    assert in_flight._text(SimpleNamespace(read_text=read_text)) == ""
+
+
 def test_a_thread_that_runs_on_holds_no_process_up_for_more_than_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds, naps = itertools.count(), itertools.count()
     monkeypatch.setattr(in_flight, "_text", lambda stat: "7 (pt_gloo_runloop) R 1")

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from maingrad.ddp.collectives import failure_report
-from maingrad.ddp.collectives.failure_report import CollectiveError, FailureReporter, ask_others, with_more_text
+from maingrad.ddp.collectives.failure_report import CollectiveError, FailureReporter, ask_others, gather, with_more_text
 
 
 def test_ranks_without_a_report_are_silent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,6 +95,53 @@ def test_ranks_report_where_processes_may_end(backends: str, active: bool, monke
     monkeypatch.setattr(failure_report, "_backends", lambda group: backends)
     monkeypatch.setattr(failure_report, "default_store", dist.HashStore)
     assert FailureReporter().active is active
+
+
+def failing(backends: str, monkeypatch: pytest.MonkeyPatch) -> FailureReporter:
+    """The reporter of rank 0 of 3, alone with its store."""
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 3)
+    monkeypatch.setattr(failure_report, "PATIENCE", 0.05)
+    monkeypatch.setattr(failure_report, "_GRACE", 0.05)
+    monkeypatch.setattr(failure_report, "_backends", lambda group: backends)
+    monkeypatch.setattr(failure_report, "default_store", dist.HashStore)
+    return FailureReporter()
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, dist.DistBackendError])
+def test_the_first_failure_is_reported_and_later_ones_are_its_own(
+    kind: type[RuntimeError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reporter = failing("gloo", monkeypatch)
+    found = []
+    for what in ("all_reduce", "all_gather"):
+        with pytest.raises(CollectiveError) as raised, reporter.watch(what, "bucket 0"):
+            raise kind("a peer is gone\nmore")
+        found.append(raised.value)
+        assert isinstance(raised.value.__cause__, kind)
+    assert found[0] is found[1]
+    assert (found[0].rank, found[0].silent) == (0, (1, 2))
+    assert "s for all_reduce of bucket 0, which failed: a peer is gone\n  silent for" in str(found[0])
+
+
+def test_errors_of_others_and_of_simulated_ranks_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    for backends, error in (("gloo", NotImplementedError()), ("gloo", ValueError()), ("simulated", RuntimeError())):
+        with pytest.raises(type(error)) as raised, failing(backends, monkeypatch).watch("all_reduce"):
+            raise error
+        assert raised.value is error
+
+
+def test_a_gather_that_fails_says_of_what(monkeypatch: pytest.MonkeyPatch) -> None:
+    reporter = failing("gloo", monkeypatch)
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("a peer is gone")
+
+    monkeypatch.setattr(dist, "all_gather_object", fail)
+    group = dist.ProcessGroup(dist.HashStore(), 0, 2)
+    with pytest.raises(CollectiveError, match=r"for the answers, which failed: a peer is gone"):
+        gather("mine", [group], reporter, "the answers")
 
 
 def test_more_text_leaves_an_error_what_it_is() -> None:

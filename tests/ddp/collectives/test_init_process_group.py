@@ -12,6 +12,7 @@ from gloo import run_ranks
 from python_processes import run_python
 
 from maingrad.ddp import init_process_group
+from maingrad.ddp.collectives.rank_grid import backends_of, device_types_of
 
 PROGRAM = """
 import torch, torch.distributed as dist
@@ -54,6 +55,24 @@ def test_under_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 def test_under_torchrun_on_two_gpus(tmp_path: Path) -> None:
     lines = printed(tmp_path, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     assert lines == [f"cuda {rank} of 2, sum 3, nccl, True" for rank in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("config", "device", "backend", "devices"),
+    [
+        ("cpu:gloo,cuda:nccl", "cpu", "gloo", ["cpu", "cuda"]),
+        ("cpu:gloo,cuda:nccl", "cuda", "nccl", ["cpu", "cuda"]),
+        ("gloo", "cpu", "gloo", []),
+        ("cuda:nccl", "cuda", "nccl", ["cuda"]),
+    ],
+)
+def test_a_group_has_a_backend_for_each_type_of_device(
+    config: str, device: str, backend: str, devices: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
+    group = dist.ProcessGroup(dist.HashStore(), 0, 1)
+    assert backends_of([group], torch.device(device)) == {backend}
+    assert device_types_of(group) == devices
 
 
 def existing() -> tuple[str, int, int]:

@@ -133,6 +133,24 @@ def test_a_grid_has_its_ranks_inside_and_across(name: str) -> None:
     assert simulate(grid_of, world, make, instances, members) == expected
 
 
+def test_a_grid_may_have_the_ranks_of_whole_copies() -> None:
+    def on_each_rank() -> None:
+        mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("outer", "inner", "tp"))
+        column = make_grid(mesh["outer", "inner"])
+        grid = column._replace(tensor=mesh["tp"].get_group())
+        assert (column.size, grid.size, len(list(grid.axes))) == (4, 8, 3)
+        assert (
+            len({column.groups, grid.groups, grid._replace(outer=None).groups, grid._replace(gather=None).groups}) == 3
+        )
+        assert grid.sum(torch.tensor(2.0 ** dist.get_rank())) == 2**8 - 1
+        told = torch.tensor(float(dist.get_rank()))
+        grid.broadcast(told)
+        assert told == 0
+        assert grid.is_first is (dist.get_rank() == 0)
+
+    simulate(on_each_rank, 8)
+
+
 def communicators(instances: int, separate: bool) -> tuple[Ranks | None, Ranks | None, bool]:
     grid = make_grid(None, num_instances=instances)
     grid = with_separate_gather(grid) if separate else grid

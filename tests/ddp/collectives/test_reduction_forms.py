@@ -253,6 +253,13 @@ def test_nccl_scales_where_all_of_the_sum_is_its(
         assert found is (scales and operation is not None)
 
 
+@pytest.mark.parametrize("asked", [True, False, None])
+def test_a_config_may_say_who_scales(asked: bool | None) -> None:
+    config = DistributedDataParallelConfig(average_in_collective=asked)
+    reduction = DistributedDataParallel(nn.Linear(2, 2), config).reductions["dense"]
+    assert reduction.in_collective is bool(asked)
+
+
 def test_a_version_of_torch_that_cannot_scale_inside_a_collective_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reduction_module, "premultiplied_sum", None)
 

@@ -63,7 +63,9 @@ def test_forwards_inside_a_forward_are_a_part_of_it() -> None:
     time.sleep(NAP)
     timeline.forward_ended()
     timeline.forward_ended()  # of a forward that had begun before the recording
+    timeline.backward_ended(True)  # so had its backward
     timeline.close()
+    assert timeline.backwards == []
     (forward,) = timeline.forwards
     assert forward.end - forward.start >= NAP
 

@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from maingrad.ddp import DistributedDataParallel
+from maingrad.ddp.collectives import streams
 from maingrad.ddp.contract.capturing import (
     BackwardCapture,
     CapturedTarget,
@@ -138,6 +140,14 @@ def test_a_capture_that_failed_is_over() -> None:
         raise KeyError
     with noting(capture):
         pass
+
+
+def test_what_another_thread_captures_is_not_ours() -> None:
+    """Ranks may be threads."""
+    with ThreadPoolExecutor(1) as executor, streams.capturing():
+        assert streams.is_capturing()
+        assert not executor.submit(streams.is_capturing).result()
+    assert not streams.is_capturing()
 
 
 def test_a_weight_of_which_others_have_a_part_is_never_overwritten() -> None:

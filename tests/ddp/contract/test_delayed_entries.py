@@ -267,6 +267,8 @@ def test_parameters_that_are_made_anew_are_marked_and_a_copy_tells_nobody() -> N
     layer.register_wgrad_accumulation_and_reduce_hooks(lambda: told.append("the original"))
     twin = copy.deepcopy(layer)
     assert is_delayed(twin.weight)
+    experts = GroupedLinear(3, 2, 2, delay_wgrad_compute=True)
+    assert [name for name, param in experts.named_parameters() if is_delayed(param)] == [f"weight{n}" for n in range(3)]
     twin(torch.ones(1, 2)).sum().backward()
     twin.backward_dw()
     assert twin.weight.grad is not None
