@@ -248,3 +248,15 @@ def test_what_one_rank_cannot_tell_of_its_result_is_raised_on_all() -> None:
         return outcome(run_and_gather, dist.get_rank, telling, make_grid(None).axes, None, "a look")
 
     check(simulate(on_each_rank, 3), "ValueError: the result has no name")
+
+
+def test_alone_an_error_stays_what_it_is() -> None:
+    """Of a class too that other ranks would not know."""
+    error = KeyError("mine")
+
+    def action() -> None:
+        raise error
+
+    with pytest.raises(KeyError) as raised:
+        run_on_all_ranks(action, make_grid(None).axes, None, "a look")
+    assert raised.value is error

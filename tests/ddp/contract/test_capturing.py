@@ -180,9 +180,9 @@ OFFSETS = torch.tensor([0, 1, 2], dtype=torch.int32)
 DY, X = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[1.0, 1.0], [2.0, 2.0]])
 
 
-@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(("fused", "delayed"), [(False, True), (True, False), (True, True)])
 @pytest.mark.parametrize("wanted", [[True, False], [False, True], [True, True]])
-def test_a_capture_computes_the_gradients_that_are_wanted(wanted: list[bool], fused: bool) -> None:
+def test_a_capture_computes_the_gradients_that_are_wanted(wanted: list[bool], fused: bool, delayed: bool) -> None:
     """Of two experts, of which one may be frozen."""
     model = nn.ParameterList(nn.Parameter(torch.zeros(2, 2)) for _ in range(2))
     weights, queue = list(model), WgradQueue()
@@ -190,14 +190,14 @@ def test_a_capture_computes_the_gradients_that_are_wanted(wanted: list[bool], fu
     for weight in weights if fused else ():
         weight.main_grad.fill_(7)
     options = (weights, ["one", "two"], GroupedWgrad(weights), "layer")
-    eager = WgradTarget(*options) if fused else DelayedTarget(*options, fused=False, queue=queue)
+    eager = DelayedTarget(*options, fused=fused, queue=queue) if delayed else WgradTarget(*options)
     capture = BackwardCapture(FirstWrites(in_order=False), weights)
     target = CapturedTarget(eager, weakref.ref(capture))
     assert target.deliver(target.resolve(wanted), (DY, X, OFFSETS), 1) == [None, None]
     assert target.demand(None) is Demand.ACCUMULATE, "of each gradient, whatever autograd is asked for"
     (delivery,) = capture.deliveries
     assert delivery.weights == tuple(weight for weight, want in zip(weights, wanted, strict=True) if want)
-    if not fused:
+    if delayed:
         delivery.compute(FirstWrites(in_order=False))
         delivery.put(lambda: None, (torch.ones(1),), 1)
         queue.drain()
