@@ -112,10 +112,10 @@ def test_a_foreign_provider_gets_what_our_layer_delays(fuse: bool) -> None:
 
 
 class Tied(nn.Module):
-    def __init__(self, first: nn.Linear, second: nn.Linear) -> None:
+    def __init__(self, first: nn.Linear, second: nn.Linear, weight: nn.Parameter) -> None:
         super().__init__()
         self.first, self.second = first, second
-        second.weight = first.weight
+        first.weight = second.weight = weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.second(self.first(x))
@@ -125,8 +125,9 @@ class Tied(nn.Module):
 def test_a_weight_that_another_layer_shares_gets_both_gradients(theirs_first: bool) -> None:
     """``backward_dw`` assigns ``.grad``, over what the other layer's backward has left there."""
     theirs, plain = ForeignDelayedLinear(6, 6, fused=False), nn.Linear(6, 6, bias=False)
-    model = Tied(theirs, plain) if theirs_first else Tied(plain, theirs)
-    twin = Tied(nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False))
+    layers = (theirs, plain) if theirs_first else (plain, theirs)
+    model = Tied(*layers, theirs.weight)  # which their layer has marked as delayed
+    twin = Tied(nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False), nn.Parameter(torch.zeros(6, 6)))
     twin.load_state_dict(model.state_dict())
     ddp = DistributedDataParallel(model)
     ddp(batch(0)).square().sum().backward()
