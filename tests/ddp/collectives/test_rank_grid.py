@@ -16,7 +16,7 @@ from stock_steps import backward, make_net, train
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
+from maingrad.ddp import WORLD_OF_ONE, DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from maingrad.ddp.collectives import rank_grid
 from maingrad.ddp.collectives.rank_grid import RankGrid, make_grid, make_grids, with_separate_gather
 from maingrad.ddp.torch_internals.distributed import new_group_of_members
@@ -308,6 +308,17 @@ def test_experts_of_tensor_parallel_ranks_may_be_in_other_instances() -> None:
     found = simulate(on_each_rank, 8)
     assert found[0] == (([0, 1, 2, 3], [0, 4]), ([0, 2], [0, 4]), ([0, 4], None))
     assert found[7] == (([4, 5, 6, 7], [3, 7]), ([5, 7], [3, 7]), ([3, 7], None))
+
+
+def test_a_process_alone_may_have_the_others_as_slices_or_as_replicas() -> None:
+    def on_each_rank() -> None:
+        options: Any = {"has_experts": True, "num_instances": 1, "separate_gather": False}
+        for ranks, tensor_ranks in ((WORLD_OF_ONE, neighbours()), (neighbours(), None)):
+            grids = make_grids(ranks, WORLD_OF_ONE, tensor_ranks=tensor_ranks, **options)
+            assert ranks_of(grids["dense"].inner) == [dist.get_rank() // 2 * 2 + n for n in (0, 1)]
+            assert grids["expert"].size == 1
+
+    simulate(on_each_rank, 4)
 
 
 # ---- What fits nowhere. ----

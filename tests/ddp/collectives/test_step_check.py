@@ -178,6 +178,18 @@ def test_ranks_that_reduce_in_different_backwards(kind: str, clips: bool) -> Non
     assert done == [0], "before gradients are mixed"
 
 
+def test_ranks_that_reduce_in_different_backwards_of_the_first_iteration() -> None:
+    def on_each_rank() -> str:
+        job = Job("ddp, overlapped")
+        return refusal(
+            lambda: [reduces_twice(job, twice=s == dist.get_rank(), reads=False, step=s) for s in range(2)] and None
+        )
+
+    first, second = simulate(on_each_rank, 2)
+    assert first == second
+    assert "backwards outside no_sync() in iteration 1: at least 2 on rank 0, 1 on rank 1" in first
+
+
 def test_a_second_backward_after_a_read_on_one_rank() -> None:
     """The read's comparison knows of no second backward: the next one tells."""
     for found, _ in simulate(each_reduces_twice_in_another_step, 2, "ddp, overlapped", True, False):
@@ -438,10 +450,10 @@ def compared(
         grid, failures = make_grid(None, num_instances=instances), FailureReporter()
         steps = StepCheck(grid, failures, torch.device("cpu"), None)
         first = dist.get_rank() // 2 * 2
-        log = steps.log_of(
-            dist.new_group([first, first + 1], use_local_synchronization=True) if experts else grid.inner
-        )
+        of = dist.new_group([first, first + 1], use_local_synchronization=True) if experts else grid.inner
+        log = steps.log_of(of)
         assert log is not None
+        assert steps.log_of(of) is log, "one row for each group"
         index = {name[0]: log.add_name(name) for name in UNITS}
         for unit in gathers[dist.get_rank()]:
             log.record_gather(index[unit])
@@ -468,6 +480,7 @@ OTHER_UNITS = {
     "another unit": (["fs", "ft"], ["f", "f"], "gathered second on rank 0, third on rank 1"),
     "one unit more": (["fs", "f"], ["f", "f"], "gathered second on rank 0, nothing more on rank 1"),
     "another order": (["fst", "fst", "fts"], ["f"] * 3, "gathered second on ranks 0, 1, third on rank 2"),
+    "gathers for reductions": (["f", "s"], ["s", "f"], "gathered first on rank 0, second on rank 1"),
     "reductions": (["f", "f"], ["fs", "sf"], "reduced first on rank 0, second on rank 1"),
 }
 

@@ -161,6 +161,22 @@ def test_main_grad_that_is_none_is_no_accumulator() -> None:
     assert layer.weight.main_grad.tolist() == [[1] * 5] * 8
 
 
+def test_a_lazy_provider_of_others_is_asked_in_each_backward() -> None:
+    """What it gave in the last one may be freed."""
+    layer = Linear(5, 8, bias=False, fuse_wgrad_accumulation=True)
+    given: list[Tensor] = []
+
+    def get_main_grad() -> Tensor:
+        given.append(torch.zeros(8, 5))
+        return given[-1]
+
+    layer.weight.__fsdp_param__, layer.weight.get_main_grad = True, get_main_grad
+    for _ in range(2):
+        layer(torch.ones(1, 5)).sum().backward()
+        assert layer.weight.main_grad is given[-1]
+    assert [each.tolist() for each in given] == [[[1] * 5] * 8] * 2
+
+
 def test_a_product_finds_the_shard_that_stands_for_its_weight() -> None:
     """``fully_shard`` registers it outside of forwards; both count as sharded."""
     whole, shard = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(2))

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
 
 from maingrad.ddp import DistributedDataParallel
+from maingrad.ddp.contract.module import is_sharded
 from maingrad.fsdp import fully_shard
 from maingrad.launch import simulate
 from maingrad.launch.simulation.simulate import SimulatedRankError
@@ -244,6 +245,7 @@ def test_fused_products_add_to_what_torchs_fully_shard_sums() -> None:
                     model.set_requires_gradient_sync(microbatch == 2)
                     model(x + microbatch).square().sum().backward()
         torch.testing.assert_close(*(model.module.weight.grad.full_tensor() for model in models))
+        assert all(is_sharded(model.module.weight) for model in models)
         queue = WgradQueue()
         message = r"a delayed weight gradient under torch\.distributed\.fsdp\.fully_shard"
         with delayed_wgrad(queue), pytest.raises(RuntimeError, match=message):
