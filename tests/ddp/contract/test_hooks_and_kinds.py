@@ -1,6 +1,5 @@
 """Hooks on wrapped weights, weights changed after the forward, and complex parameters: as in plain PyTorch."""
 
-import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -145,7 +144,6 @@ def test_a_weight_that_was_freed_before_its_backward_is_named(delayed: bool) -> 
     options = ([weight], ["weight"], GroupedWgrad([weight]), "layer")
     target = DelayedTarget(*options, fused=True, queue=queue) if delayed else WgradTarget(*options)
     del weight, options
-    gc.collect()
     with pytest.raises(RuntimeError, match="layer, weight: the weight was freed between forward and backward"):
         target.resolve([True])
 
@@ -190,7 +188,6 @@ def test_a_product_finds_the_shard_that_stands_for_its_weight() -> None:
     assert is_sharded(shard)
     assert is_sharded(whole)
     del shard
-    gc.collect()
     assert [form is whole for form in forms_of(whole)] == [True]
 
 
