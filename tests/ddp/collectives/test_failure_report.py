@@ -98,12 +98,16 @@ def test_ranks_report_where_processes_may_end(backends: str, active: bool, monke
 
 
 def failing(backends: str, monkeypatch: pytest.MonkeyPatch) -> FailureReporter:
-    """The reporter of rank 0 of 3, alone with its store."""
+    """The reporter of rank 0 of 3, who hears of nobody."""
+
+    def ask(store: object, rank: int, world_size: int, waited_for: str) -> tuple[list[int], list[str]]:
+        others = [other for other in range(world_size) if other != rank]
+        return others, [f"silent: {others}"]
+
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda: 3)
-    monkeypatch.setattr(failure_report, "PATIENCE", 0.05)
-    monkeypatch.setattr(failure_report, "_GRACE", 0.05)
+    monkeypatch.setattr(failure_report, "ask_others", ask)
     monkeypatch.setattr(failure_report, "_backends", lambda group: backends)
     monkeypatch.setattr(failure_report, "default_store", dist.HashStore)
     return FailureReporter()
@@ -122,7 +126,7 @@ def test_the_first_failure_is_reported_and_later_ones_are_its_own(
         assert isinstance(raised.value.__cause__, kind)
     assert found[0] is found[1]
     assert (found[0].rank, found[0].silent) == (0, (1, 2))
-    assert "s for all_reduce of bucket 0, which failed: a peer is gone\n  silent for" in str(found[0])
+    assert "s for all_reduce of bucket 0, which failed: a peer is gone\n  silent: [1, 2]" in str(found[0])
 
 
 def test_errors_of_others_and_of_simulated_ranks_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
