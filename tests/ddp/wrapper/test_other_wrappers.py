@@ -222,7 +222,7 @@ def test_torch_may_have_the_rest_of_a_model(wrap: Callable[[nn.Module], Any]) ->
 def test_naming_parameters_works_in_compiled_code() -> None:
     ddp = DistributedDataParallel(make_model())
 
-    @torch.compile(backend="eager")
+    @torch.compile(backend="eager", fullgraph=True)
     def total() -> Tensor:
         return sum(param.detach().sum() for _, param in ddp.named_parameters())
 
