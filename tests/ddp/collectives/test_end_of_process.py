@@ -1,9 +1,13 @@
 """A program that ends right after its last collective ends well: gloo's threads may still release tensors then."""
 
+import itertools
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+
+from maingrad.ddp.collectives import in_flight
 
 IMITATION = """
 import hashlib, sys, threading
@@ -43,6 +47,28 @@ dist.destroy_process_group()
 def test_a_process_waits_for_threads_of_gloo_alone() -> None:
     ended = subprocess.run([sys.executable, "-c", IMITATION], capture_output=True, text=True, check=True)
     assert ended.stdout == "pt_gloo_runloop released\n"
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError, ProcessLookupError])
+def test_a_thread_that_ends_meanwhile_is_no_error(error: type[OSError]) -> None:
+    """Its file is gone, or reads as of no process."""
+
+    def read_text() -> str:
+        raise error
+
+    assert in_flight._text(SimpleNamespace(read_text=read_text)) == ""
+
+
+def test_a_thread_that_runs_on_holds_no_process_up_for_more_than_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds, naps = itertools.count(), itertools.count()
+    monkeypatch.setattr(in_flight, "_text", lambda stat: "7 (pt_gloo_runloop) R 1")
+
+    def sleep(_: float) -> None:
+        assert next(naps) < 100, "it waits on and on"
+
+    monkeypatch.setattr(in_flight, "time", SimpleNamespace(monotonic=seconds.__next__, sleep=sleep))
+    in_flight._let_gloo_finish()
+    assert 5 < next(naps) < 15
 
 
 @pytest.mark.slow

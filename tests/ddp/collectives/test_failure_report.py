@@ -16,7 +16,14 @@ from watching import Watcher
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from maingrad.ddp.buckets import iteration_ends
 from maingrad.ddp.collectives import failure_report
-from maingrad.ddp.collectives.failure_report import CollectiveError, Watch, ask_others, with_more_text
+from maingrad.ddp.collectives.failure_report import (
+    CollectiveError,
+    FailureReporter,
+    Watch,
+    ask_others,
+    gather,
+    with_more_text,
+)
 from maingrad.launch import simulate
 
 
@@ -77,6 +84,9 @@ def test_a_store_that_does_not_answer_holds_nobody_up(monkeypatch: pytest.Monkey
     start = time.monotonic()
     silent, lines = ask_others(store, 1, 2, "all_reduce of bucket 0")
     assert time.monotonic() - start < 4.0, "it waits for PATIENCE, not for the store"
+    asking = [thread for thread in threading.enumerate() if thread.name == "maingrad-failure-report"]
+    assert asking
+    assert all(thread.daemon for thread in asking), "nor does the end of the process"
     store.over.set()
     assert silent == [0]
     assert lines == [
@@ -91,6 +101,67 @@ def test_long_lists_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     silent, (line,) = ask_others(dist.HashStore(), 0, 1000, "all_reduce of bucket 0")
     assert len(silent) == 999
     assert "rank 8 and 991 more: look whether" in line
+
+
+@pytest.mark.parametrize(
+    ("backends", "active"), [("cpu:gloo,cuda:nccl", True), ("nccl", True), ("gloo", True), ("simulated", False)]
+)
+def test_ranks_report_where_processes_may_end(backends: str, active: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(failure_report, "_backends", lambda group: backends)
+    monkeypatch.setattr(failure_report, "default_store", dist.HashStore)
+    assert FailureReporter().active is active
+
+
+def failing(backends: str, monkeypatch: pytest.MonkeyPatch) -> FailureReporter:
+    """The reporter of rank 0 of 3, who hears of nobody."""
+
+    def ask(store: object, rank: int, world_size: int, waited_for: str) -> tuple[list[int], list[str]]:
+        others = [other for other in range(world_size) if other != rank]
+        return others, [f"silent: {others}"]
+
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 3)
+    monkeypatch.setattr(failure_report, "ask_others", ask)
+    monkeypatch.setattr(failure_report, "_backends", lambda group: backends)
+    monkeypatch.setattr(failure_report, "default_store", dist.HashStore)
+    return FailureReporter()
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, dist.DistBackendError])
+def test_the_first_failure_is_reported_and_later_ones_are_its_own(
+    kind: type[RuntimeError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reporter = failing("gloo", monkeypatch)
+    found = []
+    for what in ("all_reduce", "all_gather"):
+        with pytest.raises(CollectiveError) as raised, reporter.watch(what, "bucket 0"):
+            raise kind("a peer is gone\nmore")
+        found.append(raised.value)
+        assert isinstance(raised.value.__cause__, kind)
+    assert found[0] is found[1]
+    assert (found[0].rank, found[0].silent) == (0, (1, 2))
+    assert "s for all_reduce of bucket 0, which failed: a peer is gone\n  silent: [1, 2]" in str(found[0])
+
+
+def test_errors_of_others_and_of_simulated_ranks_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    for backends, error in (("gloo", NotImplementedError()), ("gloo", ValueError()), ("simulated", RuntimeError())):
+        with pytest.raises(type(error)) as raised, failing(backends, monkeypatch).watch("all_reduce"):
+            raise error
+        assert raised.value is error
+
+
+def test_a_gather_that_fails_says_of_what(monkeypatch: pytest.MonkeyPatch) -> None:
+    reporter = failing("gloo", monkeypatch)
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("a peer is gone")
+
+    monkeypatch.setattr(dist, "all_gather_object", fail)
+    group = dist.ProcessGroup(dist.HashStore(), 0, 2)
+    with pytest.raises(CollectiveError, match=r"for the answers, which failed: a peer is gone"):
+        gather("mine", [group], reporter, "the answers")
 
 
 def test_more_text_leaves_an_error_what_it_is() -> None:

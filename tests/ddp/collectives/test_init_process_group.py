@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from gloo import run_ranks
 from python_processes import run_python
 
 from maingrad.ddp import init_process_group
+from maingrad.ddp.collectives.rank_grid import backends_of, device_types_of
 
 PROGRAM = """
 import torch, torch.distributed as dist
@@ -55,6 +57,24 @@ def test_under_torchrun_on_two_gpus(tmp_path: Path) -> None:
     assert lines == [f"cuda {rank} of 2, sum 3, nccl, True" for rank in range(2)]
 
 
+@pytest.mark.parametrize(
+    ("config", "device", "backend", "devices"),
+    [
+        ("cpu:gloo,cuda:nccl", "cpu", "gloo", ["cpu", "cuda"]),
+        ("cpu:gloo,cuda:nccl", "cuda", "nccl", ["cpu", "cuda"]),
+        ("gloo", "cpu", "gloo", []),
+        ("cuda:nccl", "cuda", "nccl", ["cuda"]),
+    ],
+)
+def test_a_group_has_a_backend_for_each_type_of_device(
+    config: str, device: str, backend: str, devices: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
+    group = dist.ProcessGroup(dist.HashStore(), 0, 1)
+    assert backends_of([group], torch.device(device)) == {backend}
+    assert device_types_of(group) == devices
+
+
 def existing() -> tuple[str, int, int]:
     device, rank, ranks = init_process_group()
     assert (rank, ranks) == (dist.get_rank(), dist.get_world_size())
@@ -85,3 +105,43 @@ def test_half_of_a_launchers_environment_is_not_taken_for_none(
     with pytest.raises(ValueError, match=f"environment variable {missing} expected"):
         init_process_group()
     assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_with_gpus_the_process_has_its_own_before_nccl_begins(alone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a launcher it is alone there too."""
+    called: list[tuple[str, Any]] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: called.append(("set_device", device)))
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: called.append((backend, options)))
+    monkeypatch.setattr(dist, "get_rank", lambda: 3)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "4")
+        if alone:
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    device = torch.device("cuda", 1)
+    assert init_process_group() == (device, 3, 4)
+    (first, current), (backend, options) = called
+    assert (first, current) == ("set_device", device)
+    assert (backend, options.pop("device_id")) == ("nccl", device)
+    assert {name: options.get(name) for name in ("rank", "world_size")} == (
+        {"rank": 0, "world_size": 1} if alone else {"rank": None, "world_size": None}
+    )
+
+
+@pytest.mark.parametrize(("backend", "kind"), [("gloo", "cpu"), ("nccl", "cuda"), ("cpu:gloo,cuda:nccl", "cuda")])
+def test_the_backend_of_a_group_that_exists_says_where_the_process_computes(
+    backend: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever GPUs the machine has."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend", lambda: backend)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
+    assert init_process_group().device.type == kind

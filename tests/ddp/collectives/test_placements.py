@@ -39,6 +39,15 @@ def test_rows_of_the_table_can_be() -> None:
         row.check()
 
 
+def test_what_rows_gather_and_how_often_they_reduce() -> None:
+    inner = {name: row.inner for name, row in PLACEMENTS.items()}
+    assert {name for name, axis in inner.items() if axis.gathers} == {"zero1", "hybrid", "zero2"}
+    assert {name for name, axis in inner.items() if not axis.scatters} == {"ddp"}
+    once = {said: {name for name, axis in inner.items() if axis.reduces_once(said)} for said in (None, True, False)}
+    assert once[None] == once[True] == {"ddp", "zero1", "hybrid"}, "whole gradients are at rest there"
+    assert once[False] == set(PLACEMENTS)
+
+
 @pytest.mark.parametrize(("name", "numel"), [("hsdp_zero1", 2), ("hsdp", 4), ("ddp", 8)])
 def test_each_rank_owns_the_sum_that_its_row_says(name: str, numel: int) -> None:
     """Of two instances of two ranks."""

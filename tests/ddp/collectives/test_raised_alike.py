@@ -19,7 +19,7 @@ from maingrad.ddp import (
     load_checkpoint,
     save_checkpoint,
 )
-from maingrad.ddp.collectives.failure_report import run_on_all_ranks
+from maingrad.ddp.collectives.failure_report import run_and_gather, run_on_all_ranks
 from maingrad.ddp.collectives.rank_grid import make_grid
 from maingrad.launch import simulate
 
@@ -250,3 +250,27 @@ def test_all_ranks_raise_the_first_ranks_error(what: str) -> None:
         return f"{type(raised.value).__name__}: {raised.value}"
 
     assert simulate(on_each_rank, 3) == [expected] * 3
+
+
+def test_what_one_rank_cannot_tell_of_its_result_is_raised_on_all() -> None:
+    def telling(result: int) -> int:
+        if offends():
+            raise ValueError("the result has no name")
+        return result
+
+    def on_each_rank() -> str:
+        return outcome(run_and_gather, dist.get_rank, telling, make_grid(None).axes, None, "a look")
+
+    check(simulate(on_each_rank, 3), "ValueError: the result has no name")
+
+
+def test_alone_an_error_stays_what_it_is() -> None:
+    """Of a class too that other ranks would not know."""
+    error = KeyError("mine")
+
+    def action() -> None:
+        raise error
+
+    with pytest.raises(KeyError) as raised:
+        run_on_all_ranks(action, make_grid(None).axes, None, "a look")
+    assert raised.value is error

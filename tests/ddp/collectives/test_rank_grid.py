@@ -1,6 +1,7 @@
 """Which ranks a gradient is reduced over: groups, meshes, instances, parts of the world, experts; what is refused."""
 
 import re
+from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -15,7 +16,8 @@ from stock_steps import backward, make_net, train
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
+from maingrad.ddp import WORLD_OF_ONE, DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
+from maingrad.ddp.collectives import rank_grid
 from maingrad.ddp.collectives.rank_grid import RankGrid, make_grid, make_grids, with_separate_gather
 from maingrad.ddp.torch_internals.distributed import new_group_of_members
 from maingrad.fsdp import fully_shard
@@ -131,6 +133,24 @@ def test_a_grid_has_its_ranks_inside_and_across(name: str) -> None:
     assert simulate(grid_of, world, make, instances, members) == expected
 
 
+def test_a_grid_may_have_the_ranks_of_whole_copies() -> None:
+    def on_each_rank() -> None:
+        mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("outer", "inner", "tp"))
+        column = make_grid(mesh["outer", "inner"])
+        grid = column._replace(tensor=mesh["tp"].get_group())
+        assert (column.size, grid.size, len(list(grid.axes))) == (4, 8, 3)
+        assert (
+            len({column.groups, grid.groups, grid._replace(outer=None).groups, grid._replace(gather=None).groups}) == 3
+        )
+        assert grid.sum(torch.tensor(2.0 ** dist.get_rank())) == 2**8 - 1
+        told = torch.tensor(float(dist.get_rank()))
+        grid.broadcast(told)
+        assert told == 0
+        assert grid.is_first is (dist.get_rank() == 0)
+
+    simulate(on_each_rank, 8)
+
+
 def communicators(instances: int, separate: bool) -> tuple[Ranks | None, Ranks | None, bool]:
     grid = make_grid(None, num_instances=instances)
     grid = with_separate_gather(grid) if separate else grid
@@ -144,6 +164,81 @@ def test_gathers_have_a_communicator_of_their_own_where_they_overlap() -> None:
             assert not same
     assert all(same for _, _, same in simulate(communicators, 4, 4, True)), "one rank gathers nothing"
     assert all(same for _, _, same in simulate(communicators, 4, 2, False))
+
+
+@pytest.mark.parametrize("copy_engines", [False, True])
+@pytest.mark.parametrize("tensor", [False, True])
+def test_every_kind_of_parameters_is_gathered_apart_by_copy_engines_if_asked(
+    tensor: bool, copy_engines: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options_of_groups: list[Any] = []
+
+    def make(ranks: Ranks, pg_options: Any, **options: Any) -> dist.ProcessGroup:
+        options_of_groups.append(pg_options)
+        return new_group_of_members(ranks, **options)
+
+    monkeypatch.setattr(rank_grid, "new_group_of_members", make)
+    monkeypatch.setattr(rank_grid, "zero_cta_options", lambda: "copy engines")
+
+    def on_each_rank() -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        ranks, tensor_ranks = (mesh["dp"], mesh["tp"].get_group()) if tensor else (None, None)
+        grids = make_grids(
+            ranks,
+            every_other(),
+            tensor_ranks=tensor_ranks,
+            has_experts=True,
+            num_instances=1,
+            separate_gather=True,
+            copy_engines=copy_engines,
+        )
+        for kind, grid in grids.items():
+            assert grid.gather is not grid.inner, kind
+            assert ranks_of(grid.gather) == ranks_of(grid.inner)
+
+    simulate(on_each_rank, 4)
+    gathering = 4 * (3 if tensor else 2)
+    joined = 4 if tensor else 0  # all ranks, for reductions
+    assert (
+        Counter(options_of_groups)
+        == Counter({"copy engines": gathering, None: joined} if copy_engines else {None: gathering + joined})
+        + Counter()
+    )
+
+
+def test_a_rank_alone_among_others_makes_as_many_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.11 names later groups after their number."""
+    made: Counter[int] = Counter()
+
+    def make(ranks: Ranks, **options: Any) -> dist.ProcessGroup:
+        made[dist.get_rank()] += 1
+        return new_group_of_members(ranks, **options)
+
+    monkeypatch.setattr(rank_grid, "new_group_of_members", make)
+
+    def on_each_rank() -> None:
+        parts = [dist.new_group(ranks) for ranks in ([0, 2], [1])]
+        with_separate_gather(make_grid(parts[dist.get_rank() % 2]))
+
+    simulate(on_each_rank, 3)
+    assert made == {0: 1, 1: 1, 2: 1}
+
+
+@pytest.mark.parametrize(("said", "taken"), [((10, 30), 30), ((30, 10), 30), ((None, 10), 10), ((None, None), None)])
+def test_groups_that_are_made_wait_as_long_as_the_most_patient_backend(
+    said: tuple[int | None, int | None], taken: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gloo's default is 30 minutes, and NCCL's is 10."""
+    minutes = {kind: each and timedelta(minutes=each) for kind, each in zip(("cpu", "cuda"), said, strict=True)}
+    made: list[Any] = []
+    monkeypatch.setattr(rank_grid, "new_group_of_members", lambda ranks, timeout, **_: made.append(timeout))
+    monkeypatch.setattr(rank_grid, "timeout_on", lambda group, device: minutes[device.type])
+    monkeypatch.setattr(rank_grid.dist, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl")
+    monkeypatch.setattr(rank_grid.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(rank_grid.dist, "get_process_group_ranks", lambda group: [0])
+    group = dist.ProcessGroup(dist.HashStore(), 0, 1)
+    with_separate_gather(RankGrid(group, None, group))
+    assert made == [taken and timedelta(minutes=taken)]
 
 
 def backends_of_groups_made_for(instances: int) -> list[str]:
@@ -177,12 +272,53 @@ def test_experts_have_as_many_instances_of_their_own_ranks() -> None:
     assert found[7] == (([4, 5, 6, 7], [3, 7]), ([5, 7], [3, 7]))
 
 
-def test_without_a_group_of_their_own_experts_are_everywhere() -> None:
+@pytest.mark.parametrize("tensor", [False, True])
+def test_without_a_group_of_their_own_experts_are_everywhere(tensor: bool) -> None:
+    """One tensor-parallel rank is as good as none."""
+
     def same() -> bool:
-        grids = make_grids(None, None, has_experts=True, num_instances=1, separate_gather=True)
-        return grids["expert"] is grids["dense"]
+        grids = make_grids(
+            None,
+            None,
+            tensor_ranks=groups_of_one() if tensor else None,
+            has_experts=True,
+            num_instances=1,
+            separate_gather=True,
+        )
+        return grids["expert"] is grids["dense"] is grids["slice"]
 
     assert all(simulate(same, 2))
+
+
+def test_experts_of_tensor_parallel_ranks_may_be_in_other_instances() -> None:
+    """Everyone is the ranks of all instances."""
+
+    def on_each_rank() -> tuple[Any, Any, Any]:
+        mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("outer", "inner", "tp"))
+        grids = make_grids(
+            mesh["outer", "inner"],
+            mesh["outer"],
+            tensor_ranks=mesh["tp"].get_group(),
+            has_experts=True,
+            num_instances=1,
+            separate_gather=False,
+        )
+        return described(grids["dense"])[:2], described(grids["slice"])[:2], described(grids["expert"])[:2]
+
+    found = simulate(on_each_rank, 8)
+    assert found[0] == (([0, 1, 2, 3], [0, 4]), ([0, 2], [0, 4]), ([0, 4], None))
+    assert found[7] == (([4, 5, 6, 7], [3, 7]), ([5, 7], [3, 7]), ([3, 7], None))
+
+
+def test_a_process_alone_may_have_the_others_as_slices_or_as_replicas() -> None:
+    def on_each_rank() -> None:
+        options: Any = {"has_experts": True, "num_instances": 1, "separate_gather": False}
+        for ranks, tensor_ranks in ((WORLD_OF_ONE, neighbours()), (neighbours(), None)):
+            grids = make_grids(ranks, WORLD_OF_ONE, tensor_ranks=tensor_ranks, **options)
+            assert ranks_of(grids["dense"].inner) == [dist.get_rank() // 2 * 2 + n for n in (0, 1)]
+            assert grids["expert"].size == 1
+
+    simulate(on_each_rank, 4)
 
 
 # ---- What fits nowhere. ----
@@ -223,6 +359,10 @@ WRONG: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "a mesh of three dims": (
         lambda: {"ranks": init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("a", "b", "c"))},
         re.escape("process_group: a data-parallel mesh is (inner) or (outer, inner); this one has 3 dims ('a', 'b', '"),
+    ),
+    "a mesh of three dims, the first of context-parallel ranks": (
+        lambda: {"ranks": init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("cp", "replicate", "shard"))},
+        re.escape("this one has 3 dims ('cp', 'replicate', 'shard'): flatten those that share shards"),
     ),
     "a mesh of three dims for experts": (
         lambda: {"experts": init_device_mesh("cpu", (1, 2, 2))},

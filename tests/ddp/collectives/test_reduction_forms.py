@@ -13,6 +13,7 @@ from summed_by_hand import alone, everyones_grads, tree_sum
 from torch import Tensor, nn
 
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig
+from maingrad.ddp.collectives import reduction as reduction_module
 from maingrad.ddp.collectives.rank_grid import make_grid
 from maingrad.ddp.collectives.reduction import PLACEMENTS, GradReduction
 from maingrad.ddp.torch_internals.distributed import premultiplied_sum
@@ -221,7 +222,7 @@ def reduce_alone(form: str, instances: int, factor: float, in_collective: bool) 
 
 
 @pytest.mark.parametrize("in_collective", [False, True])
-@pytest.mark.parametrize(("form", "instances"), [("ddp", 1), ("zero1", 1), ("hybrid", 2)])
+@pytest.mark.parametrize(("form", "instances"), [("ddp", 1), ("zero1", 1), ("hybrid", 2), ("hybrid", 4)])
 def test_averages_inside_a_collective_and_before_it(form: str, instances: int, in_collective: bool) -> None:
     """NCCL scales inside the collective, other backends before it: both are exact on four ranks."""
     if in_collective and not (premultiplied_sum and hasattr(premultiplied_sum(0.25), "factor")):
@@ -229,6 +230,44 @@ def test_averages_inside_a_collective_and_before_it(form: str, instances: int, i
     for everyones, mine, start in simulate(reduce_alone, 4, form, instances, 0.25, in_collective):
         expected = tree_sum([values * 0.25 for values in everyones])[start : start + len(mine)]
         assert torch.equal(mine, expected)
+
+
+@pytest.mark.parametrize(
+    ("backends", "wire", "scales"),
+    [
+        ({"nccl"}, None, True),
+        ({"nccl"}, BF16, False),  # each rank sums what it has received
+        ({"nccl", "gloo"}, None, False),
+        ({"gloo"}, None, False),
+        (set(), None, False),  # alone: there is no collective
+    ],
+)
+def test_nccl_scales_where_all_of_the_sum_is_its(
+    backends: set[str], wire: torch.dtype | None, scales: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reduction_module, "backends_of", lambda groups, device: backends)
+    options: Any = {"factor": 0.25, "wire_dtype": wire, "device": torch.device("cpu")}
+    for operation in (lambda factor: None, None):  # None: this version of torch hides the operation
+        monkeypatch.setattr(reduction_module, "premultiplied_sum", operation)
+        found = GradReduction(make_grid(None), PLACEMENTS["hybrid"], **options).in_collective
+        assert found is (scales and operation is not None)
+
+
+@pytest.mark.parametrize("asked", [True, False, None])
+def test_a_config_may_say_who_scales(asked: bool | None) -> None:
+    config = DistributedDataParallelConfig(average_in_collective=asked)
+    reduction = DistributedDataParallel(nn.Linear(2, 2), config).reductions["dense"]
+    assert reduction.in_collective is bool(asked)
+
+
+def test_a_version_of_torch_that_cannot_scale_inside_a_collective_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reduction_module, "premultiplied_sum", None)
+
+    def refuse() -> None:
+        with pytest.raises(RuntimeError, match=r"average_in_collective: torch .* does not show NCCL's scaled sum"):
+            reduce_alone("ddp", 1, 0.375, True)
+
+    simulate(refuse, 2)
 
 
 def reduce_inside_into(

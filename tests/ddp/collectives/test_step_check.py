@@ -178,6 +178,18 @@ def test_ranks_that_reduce_in_different_backwards(kind: str, clips: bool) -> Non
     assert done == [0], "before gradients are mixed"
 
 
+def test_ranks_that_reduce_in_different_backwards_of_the_first_iteration() -> None:
+    def on_each_rank() -> str:
+        job = Job("ddp, overlapped")
+        return refusal(
+            lambda: [reduces_twice(job, twice=s == dist.get_rank(), reads=False, step=s) for s in range(2)] and None
+        )
+
+    first, second = simulate(on_each_rank, 2)
+    assert first == second
+    assert "backwards outside no_sync() in iteration 1: at least 2 on rank 0, 1 on rank 1" in first
+
+
 def test_a_second_backward_after_a_read_on_one_rank() -> None:
     """The read's comparison knows of no second backward: the next one tells."""
     for found, _ in simulate(each_reduces_twice_in_another_step, 2, "ddp, overlapped", True, False):
@@ -440,11 +452,14 @@ def test_a_world_of_one_compares_nothing() -> None:
 UNITS = ("first", "second", "third")
 
 
-def compared(gathers: list[str], reductions: list[list[str]], instances: int = 1) -> list[str]:
+def compared(
+    gathers: list[str], reductions: list[list[str]], instances: int = 1, *, experts: bool = False
+) -> list[str]:
     """What each rank is told after one comparison, and after an equal one behind it.
 
     gathers     for each rank the units that it gathers, by letter
     reductions  the same of its reductions
+    experts     units over two neighbours each, whose comparison comes before those of the model's ranks
     """
 
     differ = len(set(gathers)) > 1 or len(set(map(tuple, reductions))) > 1
@@ -452,8 +467,11 @@ def compared(gathers: list[str], reductions: list[list[str]], instances: int = 1
     def on_each_rank() -> str:
         grid, failures = make_grid(None, num_instances=instances), FailureReporter()
         steps = StepCheck(grid, failures, torch.device("cpu"), None)
-        log = steps.log_of(grid.inner)
+        first = dist.get_rank() // 2 * 2
+        of = dist.new_group([first, first + 1], use_local_synchronization=True) if experts else grid.inner
+        log = steps.log_of(of)
         assert log is not None
+        assert steps.log_of(of) is log, "one row for each group"
         index = {name[0]: log.add_name(name) for name in UNITS}
         for unit in gathers[dist.get_rank()]:
             log.record_gather(index[unit])
@@ -480,6 +498,7 @@ OTHER_UNITS = {
     "another unit": (["fs", "ft"], ["f", "f"], "gathered second on rank 0, third on rank 1"),
     "one unit more": (["fs", "f"], ["f", "f"], "gathered second on rank 0, nothing more on rank 1"),
     "another order": (["fst", "fst", "fts"], ["f"] * 3, "gathered second on ranks 0, 1, third on rank 2"),
+    "gathers for reductions": (["f", "s"], ["s", "f"], "gathered first on rank 0, second on rank 1"),
     "reductions": (["f", "f"], ["fs", "sf"], "reduced first on rank 0, second on rank 1"),
 }
 
@@ -501,6 +520,12 @@ def test_ranks_of_other_instances_raise_too() -> None:
     """Their own groups are alike, and they would wait for the others."""
     texts = compared(["fs", "ft", "fs", "fs"], [["f"]] * 4, instances=2)
     assert all("gathered second on rank 0, third on rank 1" in text for text in texts)
+
+
+def test_experts_that_differ_are_told_to_all_instances() -> None:
+    """Two comparisons later: those inside instances and across them are alike."""
+    texts = compared(["fs", "fs", "fs", "ft"], [["f"]] * 4, instances=2, experts=True)
+    assert all("gathered second on rank 2, third on rank 3" in text for text in texts), texts
 
 
 def test_a_difference_behind_what_is_kept_has_no_names(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,7 +65,9 @@ def test_forwards_inside_a_forward_are_a_part_of_it() -> None:
     time.sleep(NAP)
     timeline.forward_ended()
     timeline.forward_ended()  # of a forward that had begun before the recording
+    timeline.backward_ended(True)  # so had its backward
     timeline.close()
+    assert timeline.backwards == []
     (forward,) = timeline.forwards
     assert forward.end - forward.start >= NAP
 
@@ -145,6 +147,18 @@ def test_forwards_behind_one_that_raised_are_recorded() -> None:
         model(torch.ones(1, 2)).sum().backward()
     assert len(timeline.forwards) == 2
     assert timeline.forwards[0].end <= timeline.forwards[1].start
+
+
+def test_a_bucket_that_nothing_has_made_ready_is_ready_when_it_is_launched() -> None:
+    """An unused parameter's: an earlier iteration's readiness is not its own."""
+    timeline = recording()
+    timeline.bucket_ready("bucket 0")
+    for _ in range(2):
+        slow(timeline, "all_reduce", 0.0).wait()
+    timeline.close()
+    used, unused = timeline.buckets
+    assert used.ready < used.launched
+    assert unused.ready == unused.launched
 
 
 def test_alone_there_is_nothing_to_wait_for() -> None:

@@ -102,6 +102,19 @@ def test_it_adds_to_what_backwards_bring(order: str, fused: bool) -> None:
             torch.testing.assert_close(found[name], param.grad + 1.5)
 
 
+def test_a_gradient_with_a_graph_of_its_own_leaves_it_behind() -> None:
+    """A penalty's gradient, or one of ``create_graph=True``: main_grad holds numbers alone."""
+    model = make_model()
+    ddp = DistributedDataParallel(model)
+    scale = torch.ones((), dtype=torch.float64, requires_grad=True)
+    for param in model.parameters():
+        add_grad(param, 3 * scale * param)
+        assert not param.main_grad.requires_grad
+    ddp.finish_grad_sync()
+    for param in model.parameters():
+        assert torch.equal(param.main_grad, 3 * param.detach())
+
+
 def test_what_cannot_be_added_is_refused_by_name() -> None:
     def refuse() -> None:
         model = make_model()

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -185,6 +186,14 @@ def test_a_block_of_delayed_gradients_that_raised_is_over() -> None:
     for batch in (first, second):
         loss_of(plain, batch).backward()
     assert_same(main_grads(ddp), plain_grads(plain))
+
+
+def test_a_block_is_of_its_thread() -> None:
+    layer, queue, x = Linear(FEATURES, 3), WgradQueue(), make_batches(1)[0]
+    with ThreadPoolExecutor(1) as executor, delayed_wgrad(queue):
+        executor.submit(lambda: layer(x).sum().backward()).result()
+        assert len(queue) == 0
+        assert layer.weight.grad is not None
 
 
 def test_a_flag_left_by_a_failed_backward_drops_nothing() -> None:

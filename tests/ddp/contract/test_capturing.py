@@ -2,12 +2,15 @@
 
 import weakref
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from maingrad.ddp import DistributedDataParallel
+from maingrad.ddp.collectives import streams
 from maingrad.ddp.contract.capturing import (
     BackwardCapture,
     CapturedTarget,
@@ -19,7 +22,8 @@ from maingrad.ddp.contract.capturing import (
 )
 from maingrad.ddp.contract.delayed import DelayedTarget
 from maingrad.ddp.contract.grouped_wgrad import GroupedWgrad
-from maingrad.ddp.contract.main_grad import WgradTarget
+from maingrad.ddp.contract.main_grad import Demand, WgradTarget
+from maingrad.ddp.contract.target import AutogradTarget, choose_target
 from maingrad.te_integration import Linear, WgradQueue, make_graphed_callables
 
 
@@ -55,9 +59,14 @@ def fused_layer() -> tuple[Linear, DistributedDataParallel]:
     return layer, DistributedDataParallel(layer)
 
 
-def captured(weight: Tensor, *, in_order: bool) -> Delivery:
-    delivery = Delivery("layer", [weight], fused=True, queue=None, compute=lambda overwrites: [None])
+def captured_of(weights: Sequence[Tensor], *, in_order: bool = True) -> Delivery:
+    delivery = Delivery("layer", weights, fused=True, queue=None, compute=lambda overwrites: [None] * len(weights))
     delivery.compute(FirstWrites(in_order=in_order))
+    return delivery
+
+
+def captured(weight: Tensor, *, in_order: bool) -> Delivery:
+    delivery = captured_of([weight], in_order=in_order)
     assert delivery.overwrites == (in_order,)
     assert not delivery.delayed
     return delivery
@@ -105,7 +114,9 @@ def test_delayed_gradients_of_a_replay_are_added_when_the_queue_is_drained() -> 
     assert delivery.open(1) == []
     assert delivery.hand_over() == [None, None]
     for _ in range(2):
-        delivery.put(lambda: replays.append(len(queue)), (torch.ones(1),), 1)
+        entry = delivery.put(lambda: replays.append(len(queue)), (torch.ones(1),), 1)
+        assert entry.serves(weight)
+        assert not entry.serves(torch.zeros(2))
     assert weight.grad is None
     queue.drain()
     assert len(replays) == 2
@@ -121,6 +132,22 @@ def test_delayed_gradients_of_a_replay_are_added_when_the_queue_is_drained() -> 
         noting(capture),
     ):
         pass
+
+
+def test_a_capture_that_failed_is_over() -> None:
+    capture = BackwardCapture(FirstWrites(in_order=True), [])
+    with pytest.raises(KeyError), noting(capture):
+        raise KeyError
+    with noting(capture):
+        pass
+
+
+def test_what_another_thread_captures_is_not_ours() -> None:
+    """Ranks may be threads."""
+    with ThreadPoolExecutor(1) as executor, streams.capturing():
+        assert streams.is_capturing()
+        assert not executor.submit(streams.is_capturing).result()
+    assert not streams.is_capturing()
 
 
 def test_a_weight_of_which_others_have_a_part_is_never_overwritten() -> None:
@@ -142,7 +169,9 @@ def test_delayed_gradients_of_a_replay_go_into_main_grad_of_a_wrapped_weight() -
     delivery.compute(FirstWrites(in_order=True))
     for microbatch in range(2):
         delivery.put(lambda: None, (torch.ones(1),), microbatch)
+    assert len(ddp.records[0].pending) == 2
     queue.drain()
+    assert ddp.records[0].pending == []
     assert layer.weight.main_grad.tolist() == [[2, 2]] * 2
     assert ddp.records[0].late_sum is None
 
@@ -151,9 +180,9 @@ OFFSETS = torch.tensor([0, 1, 2], dtype=torch.int32)
 DY, X = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[1.0, 1.0], [2.0, 2.0]])
 
 
-@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(("fused", "delayed"), [(False, True), (True, False), (True, True)])
 @pytest.mark.parametrize("wanted", [[True, False], [False, True], [True, True]])
-def test_a_capture_computes_the_gradients_that_are_wanted(wanted: list[bool], fused: bool) -> None:
+def test_a_capture_computes_the_gradients_that_are_wanted(wanted: list[bool], fused: bool, delayed: bool) -> None:
     """Of two experts, of which one may be frozen."""
     model = nn.ParameterList(nn.Parameter(torch.zeros(2, 2)) for _ in range(2))
     weights, queue = list(model), WgradQueue()
@@ -161,13 +190,14 @@ def test_a_capture_computes_the_gradients_that_are_wanted(wanted: list[bool], fu
     for weight in weights if fused else ():
         weight.main_grad.fill_(7)
     options = (weights, ["one", "two"], GroupedWgrad(weights), "layer")
-    eager = WgradTarget(*options) if fused else DelayedTarget(*options, fused=False, queue=queue)
+    eager = DelayedTarget(*options, fused=fused, queue=queue) if delayed else WgradTarget(*options)
     capture = BackwardCapture(FirstWrites(in_order=False), weights)
     target = CapturedTarget(eager, weakref.ref(capture))
     assert target.deliver(target.resolve(wanted), (DY, X, OFFSETS), 1) == [None, None]
+    assert target.demand(None) is Demand.ACCUMULATE, "of each gradient, whatever autograd is asked for"
     (delivery,) = capture.deliveries
     assert delivery.weights == tuple(weight for weight, want in zip(weights, wanted, strict=True) if want)
-    if not fused:
+    if delayed:
         delivery.compute(FirstWrites(in_order=False))
         delivery.put(lambda: None, (torch.ones(1),), 1)
         queue.drain()
@@ -177,4 +207,42 @@ def test_a_capture_computes_the_gradients_that_are_wanted(wanted: list[bool], fu
             assert torch.equal(weight.main_grad, part + 7 if want else torch.full((2, 2), 7.0))
         else:
             assert torch.equal(weight.grad, part) if want else weight.grad is None
-    del kept
+    if kept is not None:
+        for record in kept.records:
+            record.reset()
+        assert delivery.open(1) == [], "each main_grad is where it was"
+
+
+def test_a_captured_write_takes_rows_that_lie_apart() -> None:
+    """Of a provider of others, as an eager one does."""
+    weight = nn.Parameter(torch.zeros(2, 2))
+    weight.main_grad = torch.zeros(2, 4)[:, :2]
+    delivery = captured_of([weight])
+    assert delivery.open(1) == []
+
+
+KINDS: dict[str, tuple[bool, bool, type]] = {
+    # fused, delayed
+    "autograd delivers": (False, False, AutogradTarget),
+    "backward writes": (True, False, WgradTarget),
+    "summed later": (False, True, DelayedTarget),
+    "written later": (True, True, DelayedTarget),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("capturing", [False, True])
+def test_a_product_has_the_target_of_its_kind_and_keeps_it(kind: str, capturing: bool) -> None:
+    """As long as weights and queue are the same."""
+    fused, delayed, expected = KINDS[kind]
+    weights, queue = [nn.Parameter(torch.zeros(2, 2)) for _ in range(2)], WgradQueue()
+    capture = BackwardCapture(FirstWrites(in_order=True), weights)
+    own = queue if delayed else None
+    with noting(capture) if capturing else nullcontext():
+        target = choose_target(weights, ["one", "two"], GroupedWgrad(weights), "layer", fused=fused, queue=own)
+    assert type(target) is (CapturedTarget if capturing and expected is not AutogradTarget else expected)
+    assert target.serves(weights, own)
+    assert not target.serves(weights, None if delayed else queue)
+    if expected is not AutogradTarget:
+        assert not target.serves(weights[::-1], own)
+        assert not target.serves(weights[:1], own)

@@ -22,10 +22,10 @@ from maingrad.ddp.contract.delayed import (
 from maingrad.ddp.contract.grouped_wgrad import GroupedWgrad
 from maingrad.ddp.contract.main_grad import is_delayed
 from maingrad.ddp.contract.record import GradRecord
-from maingrad.te_integration import Linear, WgradQueue, delayed_wgrad
+from maingrad.te_integration import GroupedLinear, Linear, WgradQueue, delayed_wgrad
 
 
-def entry_of(*weights: Tensor, operand: Tensor | None = None) -> DelayedWgrad:
+def entry_of(*weights: Tensor) -> DelayedWgrad:
     """Adds ones to ``.grad`` of the weights, which it does not keep alive."""
     references = [weakref.ref(weight) for weight in weights]
 
@@ -36,7 +36,7 @@ def entry_of(*weights: Tensor, operand: Tensor | None = None) -> DelayedWgrad:
         for weight in alive():
             add_to_grad(weight, torch.ones_like(weight, dtype=torch.float64), None)
 
-    return DelayedWgrad(write, (torch.ones(1) if operand is None else operand,), (), "layer", 0, alive)
+    return DelayedWgrad(write, (torch.ones(1),), (), "layer", 0, alive)
 
 
 def step_over(*weights: Tensor) -> None:
@@ -51,10 +51,16 @@ def test_a_step_over_what_is_pending_is_refused_until_it_is_computed_or_dropped(
     entry = entry_of(weight)
     assert entry.serves(weight)
     assert not entry.serves(other)
+    of_both = entry_of(other, weight)
+    assert of_both.serves(weight)
+    assert of_both.serves(other)
+    of_both.drop()
     assert entry.waits
     step_over(other)
     with pytest.raises(RuntimeError, match=PENDING):
         step_over(other, weight)
+    with pytest.raises(RuntimeError, match=PENDING):
+        torch.optim.SGD([{"params": [other]}, {"params": [weight]}], lr=1.0).step()
     entry.run()
     assert not entry.waits
     step_over(weight)
@@ -84,10 +90,11 @@ def test_a_lost_gradient_is_said_once_to_who_steps_over_its_weight() -> None:
     step_over(weight)
 
 
-def test_an_operand_that_was_changed_meanwhile_is_refused() -> None:
-    weight, operand = nn.Parameter(torch.zeros(2)), torch.ones(1)
-    entry = entry_of(weight, operand=operand)
-    operand.add_(1)
+@pytest.mark.parametrize("changed", [0, 1])
+def test_an_operand_that_was_changed_meanwhile_is_refused(changed: int) -> None:
+    operands = torch.ones(1), torch.ones(1)
+    entry = DelayedWgrad(lambda *_: None, operands, (), "layer", 0)
+    operands[changed].add_(1)
     with pytest.raises(RuntimeError, match=r"layer: the input or the output gradient .* was changed in place"):
         entry.run()
     entry.drop()
@@ -132,6 +139,56 @@ def test_unfused_gradients_do_not_wait_for_those_of_later_microbatches() -> None
         assert record.late_sum is None
         assert layer.weight.main_grad.tolist() == [[number + 1, 2 * number + 2]]
         entry.run()
+
+
+@pytest.mark.parametrize("fused_first", [False, True])
+def test_a_tied_weight_gets_the_delayed_gradients_of_both_its_layers(fused_first: bool) -> None:
+    """One is written, the other one summed first; either may be the microbatch's last."""
+    first, second = (Linear(3, 3, bias=False, fuse_wgrad_accumulation=fuse) for fuse in (fused_first, not fused_first))
+    second.weight = first.weight
+    ddp, queue, x = DistributedDataParallel(nn.Sequential(first, nn.Tanh(), second)), WgradQueue(), torch.rand(4, 3)
+    with delayed_wgrad(queue):
+        ddp(x).square().sum().backward()
+    queue.drain()
+    assert ddp.records[0].late_sum is None
+    ddp.finish_grad_sync()
+    twin = first.weight.detach().clone().requires_grad_()
+    ((x @ twin.t()).tanh() @ twin.t()).square().sum().backward()
+    torch.testing.assert_close(first.weight.main_grad, twin.grad)
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+def test_every_expert_gets_its_delayed_gradient(fuse: bool) -> None:
+    layer, queue = GroupedLinear(2, 3, 2, bias=False, fuse_wgrad_accumulation=fuse), WgradQueue()
+    ddp = DistributedDataParallel(layer)
+    for _ in range(2):
+        with delayed_wgrad(queue):
+            ddp(torch.ones(5, 3), torch.tensor([2, 3])).sum().backward()
+        queue.drain()
+        ddp.finish_grad_sync()
+        assert [param.main_grad.tolist() for param in layer.parameters()] == [[[n] * 3] * 2 for n in (2, 3)]
+        ddp.zero_grad_buffer()
+
+
+def test_a_wrapper_gives_up_what_is_lost_and_computes_what_a_step_lacks() -> None:
+    """Steps over its weights are refused only as long as a gradient cannot come."""
+    layer = Linear(3, 1, bias=False)
+    ddp, optimizer = DistributedDataParallel(layer), torch.optim.SGD(layer.parameters(), lr=1.0)
+    nn.init.zeros_(layer.weight)
+    queue = WgradQueue()
+    with delayed_wgrad(queue):
+        ddp(torch.ones(1, 3)).sum().backward()
+    del queue
+    gc.collect()
+    with pytest.raises(RuntimeError, match="was let go"):
+        optimizer.step()
+    ddp.zero_grad()  # gives the iteration up
+    queue = WgradQueue()
+    with delayed_wgrad(queue):
+        ddp(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    assert len(queue) == 0
+    assert layer.weight.tolist() == [[-1] * 3]
 
 
 def test_unfused_gradients_are_computed_in_the_weights_dtype() -> None:
@@ -210,6 +267,8 @@ def test_parameters_that_are_made_anew_are_marked_and_a_copy_tells_nobody() -> N
     layer.register_wgrad_accumulation_and_reduce_hooks(lambda: told.append("the original"))
     twin = copy.deepcopy(layer)
     assert is_delayed(twin.weight)
+    experts = GroupedLinear(3, 2, 2, delay_wgrad_compute=True)
+    assert [name for name, param in experts.named_parameters() if is_delayed(param)] == [f"weight{n}" for n in range(3)]
     twin(torch.ones(1, 2)).sum().backward()
     twin.backward_dw()
     assert twin.weight.grad is not None

@@ -98,20 +98,36 @@ def test_weights_of_a_foreign_provider_are_not_delayed_by_a_block() -> None:
     layer(torch.ones(1, 4)).sum().backward()
 
 
-class TiedToAnother(nn.Module):
-    def __init__(self, first: nn.Linear) -> None:
+@pytest.mark.parametrize("fuse", [False, True])
+def test_a_foreign_provider_gets_what_our_layer_delays(fuse: bool) -> None:
+    """Its hook runs behind ``backward_dw``, and drops ``.grad`` where the flag says that main_grad was written."""
+    layer = Linear(6, 4, bias=False, delay_wgrad_compute=True, fuse_wgrad_accumulation=fuse)
+    ForeignProvider(layer)
+    for times in (1, 2):
+        layer(batch(0)).sum().backward()
+        assert layer.weight.grad_added_to_main_grad is fuse
+        layer.backward_dw()
+        assert layer.weight.grad_added_to_main_grad is False
+        torch.testing.assert_close(layer.weight.main_grad, times * batch(0).sum(0).expand(4, 6))
+
+
+class Tied(nn.Module):
+    def __init__(self, first: nn.Linear, second: nn.Linear, weight: nn.Parameter) -> None:
         super().__init__()
-        self.first, self.second = first, nn.Linear(6, 6, bias=False)
-        self.second.weight = first.weight
+        self.first, self.second = first, second
+        first.weight = second.weight = weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.second(self.first(x))
 
 
-def test_a_weight_that_another_layer_shares_gets_both_gradients() -> None:
+@pytest.mark.parametrize("theirs_first", [False, True])
+def test_a_weight_that_another_layer_shares_gets_both_gradients(theirs_first: bool) -> None:
     """``backward_dw`` assigns ``.grad``, over what the other layer's backward has left there."""
-    model = TiedToAnother(ForeignDelayedLinear(6, 6, fused=False))
-    twin = TiedToAnother(nn.Linear(6, 6, bias=False))
+    theirs, plain = ForeignDelayedLinear(6, 6, fused=False), nn.Linear(6, 6, bias=False)
+    layers = (theirs, plain) if theirs_first else (plain, theirs)
+    model = Tied(*layers, theirs.weight)  # which their layer has marked as delayed
+    twin = Tied(nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False), nn.Parameter(torch.zeros(6, 6)))
     twin.load_state_dict(model.state_dict())
     ddp = DistributedDataParallel(model)
     ddp(batch(0)).square().sum().backward()

@@ -9,10 +9,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig
-from maingrad.ddp.contract.main_grad import forget_failed_backward, is_fusable, open_for_write
+from maingrad.ddp.contract.delayed import DelayedTarget
+from maingrad.ddp.contract.grouped_wgrad import GroupedWgrad
+from maingrad.ddp.contract.main_grad import WgradTarget, forget_failed_backward, is_fusable, open_for_write
+from maingrad.ddp.contract.module import forms_of, has_shard, is_sharded, record_shard
 from maingrad.ddp.contract.record import check_accumulator
+from maingrad.ddp.contract.torch_wrappers import TorchShardedTarget
 from maingrad.launch import simulate
-from maingrad.te_integration import GroupedLinear, Linear
+from maingrad.te_integration import GroupedLinear, Linear, WgradQueue
 
 
 def fused(**options: Any) -> nn.Sequential:
@@ -132,6 +136,68 @@ def test_a_first_layers_weight_may_change_in_place_after_its_forward(fuse: bool)
             net[2].weight.mul_(2)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             output.sum().backward()
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+def test_a_weight_that_was_freed_before_its_backward_is_named(delayed: bool) -> None:
+    weight, queue = nn.Parameter(torch.zeros(2, 2)), WgradQueue()
+    options = ([weight], ["weight"], GroupedWgrad([weight]), "layer")
+    target = DelayedTarget(*options, fused=True, queue=queue) if delayed else WgradTarget(*options)
+    del weight, options
+    with pytest.raises(RuntimeError, match="layer, weight: the weight was freed between forward and backward"):
+        target.resolve([True])
+
+
+def test_main_grad_that_is_none_is_no_accumulator() -> None:
+    """Some programs clear the attribute so."""
+    layer = Linear(5, 8, fuse_wgrad_accumulation=True)
+    layer.weight.main_grad = None
+    with pytest.raises(RuntimeError, match=r"needs weight\.main_grad, and nobody provided it"):
+        layer(torch.ones(1, 5)).sum().backward()
+    ddp = DistributedDataParallel(layer)
+    ddp(torch.ones(1, 5)).sum().backward()
+    assert layer.weight.main_grad.tolist() == [[1] * 5] * 8
+
+
+def test_a_lazy_provider_of_others_is_asked_in_each_backward() -> None:
+    """What it gave in the last one may be freed."""
+    layer = Linear(5, 8, bias=False, fuse_wgrad_accumulation=True)
+    given: list[Tensor] = []
+
+    def get_main_grad() -> Tensor:
+        given.append(torch.zeros(8, 5))
+        return given[-1]
+
+    layer.weight.__fsdp_param__, layer.weight.get_main_grad = True, get_main_grad
+    for _ in range(2):
+        layer(torch.ones(1, 5)).sum().backward()
+        assert layer.weight.main_grad is given[-1]
+    assert [each.tolist() for each in given] == [[[1] * 5] * 8] * 2
+
+
+def test_a_product_finds_the_shard_that_stands_for_its_weight() -> None:
+    """``fully_shard`` registers it outside of forwards; both count as sharded."""
+    whole, shard = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(2))
+    assert list(forms_of(whole)) == [whole]
+    record_shard(whole, shard)
+    assert has_shard(whole)
+    assert not has_shard(shard)
+    assert [form is each for form, each in zip(forms_of(whole), (whole, shard), strict=True)] == [True, True]
+    assert not is_sharded(whole)
+    shard.shard = "the first half"
+    assert is_sharded(shard)
+    assert is_sharded(whole)
+    del shard
+    assert [form is whole for form in forms_of(whole)] == [True]
+
+
+def test_among_weights_of_torchs_fully_shard_others_have_their_own_place() -> None:
+    layer = nn.Linear(2, 2, bias=False)
+    ddp = DistributedDataParallel(layer)
+    target = TorchShardedTarget([layer.weight], ["weight"], GroupedWgrad([layer.weight]), "layer", [None])
+    (place,) = target.resolve([True])
+    assert place is not None
+    assert place.accumulator is ddp.records[0].view
 
 
 def test_asking_for_the_gradient_of_a_first_layer_alone() -> None:

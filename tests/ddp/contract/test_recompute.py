@@ -21,6 +21,8 @@ from torch.utils.checkpoint import checkpoint
 
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig
 from maingrad.ddp.buckets.bucket import Phase
+from maingrad.ddp.contract import delay_blocks as delay_blocks_module
+from maingrad.ddp.contract.delay_blocks import check_recompute_delays, delay_blocks
 from maingrad.te_integration import Linear, WgradQueue, delayed_wgrad
 
 WIDTH = 8
@@ -217,6 +219,53 @@ def test_a_recompute_delays_as_its_first_forward(forward_in_block: bool, fused: 
     ddp.finish_grad_sync()
     plain = Model("once", fused=False, reentrant=None)
     assert_reduced_to(ddp, plain_grads(plain, BATCHES[0, :1], loss_of, scale=1.0))
+
+
+def test_a_recompute_delays_by_a_block_inside_its_segment() -> None:
+    """Which is entered again."""
+    layer, queue = Linear(WIDTH, WIDTH, bias=False), WgradQueue()
+    before = delay_blocks.num_entered
+
+    def segment(x: Tensor) -> Tensor:
+        with delayed_wgrad(queue):
+            check_recompute_delays("layer")
+            return layer(x).tanh()  # type: ignore[no-any-return]
+
+    x = BATCHES[0, 0].clone().requires_grad_()
+    checkpoint(segment, x, use_reentrant=False).sum().backward()
+    assert delay_blocks.num_entered == before + 2
+    assert layer.weight.grad is None
+    assert len(queue) == 1
+    queue.drain()
+    (expected,) = torch.autograd.grad(layer(x).tanh().sum(), layer.weight)
+    assert torch.equal(layer.weight.grad, expected)
+
+
+def test_a_block_around_a_segment_is_refused_where_the_recompute_would_not_see_it() -> None:
+    """Of a compiled layer, which asks."""
+
+    def segment(x: Tensor) -> Tensor:
+        check_recompute_delays("layer")
+        return x.tanh()
+
+    check_recompute_delays("layer")
+    with (
+        delayed_wgrad(WgradQueue()),
+        pytest.raises(RuntimeError, match=r"layer: a compiled layer under delayed_wgrad\(queue\) in a checkpointed"),
+    ):
+        checkpoint(segment, BATCHES[0, 0], use_reentrant=False)
+
+
+def test_a_version_of_torch_that_hides_its_segments_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hidden() -> None:
+        raise LookupError
+
+    monkeypatch.setattr(delay_blocks_module, "checkpointed_region", hidden)
+    with (
+        pytest.raises(RuntimeError, match=r"torch .* does not show which checkpointed region a forward belongs to"),
+        delayed_wgrad(WgradQueue()),
+    ):
+        pass
 
 
 class TiedLast(nn.Module):

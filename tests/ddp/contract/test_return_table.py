@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from maingrad.ddp import DistributedDataParallel
 from maingrad.ddp.contract.grouped_wgrad import GroupedWgrad
 from maingrad.ddp.contract.main_grad import placeholder
+from maingrad.kernels.quantized import Element, QuantSpec, ScaleForm, quantize_grouped
 from maingrad.te_integration import Linear
 
 OUT = 4
@@ -273,6 +274,25 @@ def test_a_packed_weight_has_one_gradient() -> None:
     assert torch.equal(main_grad, torch.stack(PARTS) + 1)
     product.accumulate([main_grad], [True], DY, X, OFFSETS)
     assert torch.equal(main_grad, torch.stack(PARTS))
+
+
+EXACT = QuantSpec(Element.E4M3, (1, 32), ScaleForm.POWER_OF_TWO)  # for the numbers of DY and X
+
+
+def test_quantised_operands_of_experts_give_the_same() -> None:
+    dy, x = (quantize_grouped(each, EXACT, OFFSETS, transposed=True) for each in (DY, X))
+    discrete, packed = GroupedWgrad(WEIGHTS), GroupedWgrad([torch.zeros(3, 3, 4)])
+    first, none, last = discrete.gradients((True, False, True), torch.float32, dy, x, OFFSETS)
+    assert first is not None
+    assert last is not None
+    assert none is None
+    assert torch.equal(torch.stack([first, torch.zeros(3, 4), last]), torch.stack(PARTS))
+    (found,) = packed.gradients([True], torch.bfloat16, dy, x, OFFSETS)
+    assert found is not None
+    assert torch.equal(found, torch.stack(PARTS).bfloat16())
+    main_grads = [torch.ones(3, 4) for _ in PARTS]
+    discrete.accumulate([*main_grads[:2], None], [False, True, True], dy, x, OFFSETS)
+    assert torch.equal(torch.stack(main_grads), torch.stack([PARTS[0] + 1, PARTS[1], torch.ones(3, 4)]))
 
 
 def test_experts_add_or_overwrite_each_by_itself() -> None:

@@ -16,6 +16,7 @@ from loops import (
 from torch import nn
 
 from maingrad.ddp import DistributedOptimizer, add_grad
+from maingrad.ddp.contract.record import GradRecord
 from maingrad.launch import simulate
 
 FUSED, PLAIN = "0.weight", "2.weight"
@@ -28,7 +29,7 @@ def test_a_write_before_the_first_backward_is_refused_under_every_layer(name: st
         ddp = wrap(make_model(), use_distributed_optimizer=True, overlap_grad_reduce=overlap)
         optimizer = DistributedOptimizer(ddp)
         for _ in range(2):  # in the first iteration, and after another
-            ddp.module.get_parameter(name).main_grad.add_(1.0)
+            ddp.module.get_parameter(name).main_grad[-1:].add_(1.0)
             with pytest.raises(RuntimeError, match=rf"main_grad of parameter '{name}' was written .* call maingrad"):
                 ddp_backward(ddp, make_batches(2))
             ddp.zero_grad_buffer()
@@ -76,6 +77,30 @@ def test_zero_grad_buffer_clears_what_was_written_by_hand() -> None:
     ddp_backward(ddp, batches)
     plain_backward(plain, batches)
     assert_same(main_grads(ddp), plain_grads(plain))
+
+
+class WrittenAhead:
+    """What a forward has written, and whose backward does not come."""
+
+    def __init__(self) -> None:
+        self.writes: list[str] = []
+
+    def before_write(self, record: GradRecord) -> None:
+        self.writes.append(record.name)
+
+    def check_all_came(self, record: GradRecord) -> None:
+        raise RuntimeError(f"no backward has come for '{record.name}'")
+
+
+def test_who_has_written_in_forward_hears_of_later_writes_and_of_the_reduction() -> None:
+    ddp = wrap(nn.Linear(2, 1, bias=False))
+    (record,), ahead = ddp.records, WrittenAhead()
+    record.ahead = ahead
+    with ddp.no_sync():
+        ddp(torch.ones(1, 2)).sum().backward()
+    assert ahead.writes == ["weight"]
+    with pytest.raises(RuntimeError, match="no backward has come for 'weight'"):
+        ddp.finish_grad_sync()
 
 
 @pytest.mark.parametrize("sharded", [True, False])

@@ -1,5 +1,7 @@
 """Two wrappers over one model, ours and torch's or ours twice: refused with both names, in either order."""
 
+import gc
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -16,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
 
 from maingrad.ddp import DistributedDataParallel
+from maingrad.ddp.contract.module import is_sharded
 from maingrad.fsdp import fully_shard
 from maingrad.launch import simulate
 from maingrad.launch.simulation.simulate import SimulatedRankError
@@ -219,7 +222,7 @@ def test_torch_may_have_the_rest_of_a_model(wrap: Callable[[nn.Module], Any]) ->
 def test_naming_parameters_works_in_compiled_code() -> None:
     ddp = DistributedDataParallel(make_model())
 
-    @torch.compile(backend="eager")
+    @torch.compile(backend="eager", fullgraph=True)
     def total() -> Tensor:
         return sum(param.detach().sum() for _, param in ddp.named_parameters())
 
@@ -242,6 +245,7 @@ def test_fused_products_add_to_what_torchs_fully_shard_sums() -> None:
                     model.set_requires_gradient_sync(microbatch == 2)
                     model(x + microbatch).square().sum().backward()
         torch.testing.assert_close(*(model.module.weight.grad.full_tensor() for model in models))
+        assert all(is_sharded(model.module.weight) for model in models)
         queue = WgradQueue()
         message = r"a delayed weight gradient under torch\.distributed\.fsdp\.fully_shard"
         with delayed_wgrad(queue), pytest.raises(RuntimeError, match=message):
@@ -277,3 +281,26 @@ def delayed_under_torch(ignored: bool, reentrant: bool) -> None:
 def test_torchs_wrapper_reduces_nothing_that_is_delayed(ignored: bool, reentrant: bool) -> None:
     """Refused, unless torch's wrapper was told to leave the parameter alone."""
     simulate(delayed_under_torch, 1, ignored, reentrant)
+
+
+def delayed_beside_torch(gone: bool) -> None:
+    """An evaluation under torch's wrapper, then training with a reentrant recompute, without torch's wrapper."""
+    layer = Linear(4, 4, bias=False, delay_wgrad_compute=True)
+    wrapper = TorchDDP(layer)
+    x = torch.ones(2, 4, requires_grad=True)
+    with torch.no_grad():
+        wrapper(x)
+    if gone:
+        reference = weakref.ref(wrapper)
+        del wrapper
+        gc.collect()
+        assert reference() is None
+    with nullcontext() if gone else pytest.raises(RuntimeError, match="a delayed weight gradient under torch"):
+        checkpoint(layer, x, use_reentrant=True).sum().backward()
+        layer.backward_dw()
+        assert layer.weight.grad.tolist() == [[2] * 4] * 4
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_wrapper_of_torch_that_is_gone_reduces_nothing(gone: bool) -> None:
+    simulate(delayed_beside_torch, 1, gone)
