@@ -1,5 +1,6 @@
 """The plan of gradient memory: properties over random models, and a few exact numbers."""
 
+import dataclasses
 import itertools
 import math
 
@@ -64,6 +65,7 @@ def test_every_plan_is_sound(specs: list[ParamSpec], degree: int, bucket_numel: 
     assert [bucket.index for bucket in plan.buckets] == list(range(len(plan.buckets)))
 
     for buffer in plan.buffers:
+        assert [bucket.index for bucket in buffer.buckets] == sorted(bucket.index for bucket in buffer.buckets)
         position = 0
         for bucket in buffer.buckets:
             assert bucket.start == position
@@ -128,6 +130,13 @@ def test_the_docstrings_picture() -> None:
 def test_delayed_buckets_come_last_and_tied_embeddings_alone() -> None:
     specs = [spec("a", 4, delayed=True), spec("b", 4), spec("tied", 4, own_bucket=True), spec("c", 4, delayed=True)]
     assert names(plan_gradients(specs)) == [["b"], ["tied"], ["a", "c"]]
+
+
+def test_stacks_of_matrices_and_others_share_no_bucket() -> None:
+    stack = dataclasses.replace(spec("experts", 4, 8, 8), atom=64, matrices=True)
+    plan = plan_gradients([spec("a", 4), stack, spec("b", 4)], shard_degree=2)
+    assert names(plan) == [["experts"], ["a", "b"]]
+    assert [bucket.keeps_matrices_whole for bucket in plan.buckets] == [True, False]
 
 
 def test_the_default_bucket_grows_with_the_ranks() -> None:

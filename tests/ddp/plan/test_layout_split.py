@@ -59,9 +59,10 @@ def test_rows_of_two_widths_apart() -> None:
     # A twelfth is 1157: two rows of both widths' common multiple, 960. Apart two rows of 320 and three of 192 do.
     specs = [spec("wide", 24, 320, atom=320), spec("narrow", 32, 192, atom=192), spec("bias", 64)]
     assert plan_gradients(specs, shard_degree=12).numel == 12 * 1920
-    plan = plan_gradients(specs, shard_degree=12, max_atom_padding=0.06)
-    assert [[slot.spec.name for slot in bucket.slots] for bucket in plan.buckets] == [["wide"], ["narrow", "bias"]]
-    assert [bucket.numel for bucket in plan.buckets] == [12 * 640, 12 * 576]
+    for most in (0.06, 0.0):
+        plan = plan_gradients(specs, shard_degree=12, max_atom_padding=most)
+        assert [[slot.spec.name for slot in bucket.slots] for bucket in plan.buckets] == [["wide"], ["narrow", "bias"]]
+        assert [bucket.numel for bucket in plan.buckets] == [12 * 640, 12 * 576]
 
 
 def test_what_ends_at_multiples_for_bus_bandwidth_is_not_split_for_less() -> None:

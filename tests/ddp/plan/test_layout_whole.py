@@ -156,6 +156,13 @@ def test_rows_of_equal_parameters_have_no_padding() -> None:
     ] == [1024, 1024, 256, 1024, 1024, 256]
 
 
+def test_rows_that_share_a_bucket_come_as_backward_reaches_them() -> None:
+    specs = [spec(name, numel) for name, numel in (("a", 256), ("b", 64), ("c", 256), ("d", 64))]
+    (bucket,) = plan_gradients(specs, shard_degree=2, keep_params_whole=True).buckets
+    assert [slot.spec.name for slot in bucket.slots] == ["a", "b", "c", "d"]
+    assert (bucket.padding, len({shard_of(bucket, slot) for slot in bucket.slots[::2]})) == (0, 2)
+
+
 def test_small_rows_fill_the_gaps_of_the_rest() -> None:
     """Six large matrices on four ranks: the two that are no row leave two ranks, which get the row of small ones."""
     params = [Whole(400, 400.0)] * 6 + [Whole(200, 200.0)] * 4
@@ -335,3 +342,9 @@ def test_each_buffer_has_so_many_buckets_and_those_apart_count() -> None:
 def test_delayed_and_undelayed_have_a_bucket_each_all_the_same() -> None:
     plan = plan_gradients([spec("a", 8), spec("b", 8, delayed=True), spec("c", 8)], num_buckets=1)
     assert [[slot.spec.name for slot in bucket.slots] for bucket in plan.buckets] == [["a", "c"], ["b"]]
+
+
+def test_buckets_of_delayed_parameters_count_where_they_come_between_others() -> None:
+    """Four in a row would make two buckets of two; three and one do not."""
+    plan = plan_gradients([spec(name, 128, delayed=name == "b") for name in "abcd"], num_buckets=2)
+    assert [[slot.spec.name for slot in bucket.slots] for bucket in plan.buckets] == [["a", "c", "d"], ["b"]]
