@@ -148,6 +148,9 @@ def test_the_default_is_that_of_the_buffers_ranks() -> None:
     specs = [spec(f"{index}", 1_000_000) for index in range(50)]
     assert len(plan_gradients(specs).buckets) == 2
     assert len(plan_gradients(specs, shard_degree=60).buckets) == 1
+    experts = [dataclasses.replace(each, name=f"e{each.name}", grid_name="expert") for each in specs]
+    plan = plan_gradients([*specs, *experts], shard_degree={"dense": 60, "expert": 1})
+    assert {buffer.grid_name: len(buffer.buckets) for buffer in plan.buffers} == {"dense": 1, "expert": 2}
 
 
 def test_whole_parameters_keep_their_matrices_whole() -> None:

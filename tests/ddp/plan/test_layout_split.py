@@ -82,3 +82,20 @@ def test_one_bucket_where_two_or_three_gain_nothing() -> None:
     ]
     assert sum(bounds[:-1]) == bounds[-1]
     assert split(numels, atoms, 16, 8, 0.05) == [[0, 1, 2, 3, 4]]
+
+
+def test_what_is_joined_for_less_padding_is_joined_no_further_for_more() -> None:
+    numels, atoms = [960, 1280, 1152], [320, 160, 192]
+    both, third, everything = (
+        12 * least_shard_numel([numels[i] for i in group], [atoms[i] for i in group], 12, 8)
+        for group in ([0, 1], [2], range(3))
+    )
+    assert 1.5 * sum(numels) < both + third < everything, "more than is allowed either way"
+    assert split(numels, atoms, 12, 8, 0.5) == [[0, 1], [2]]
+
+
+def test_of_many_atoms_the_finest_stay_together() -> None:
+    """Thirteen: the coarsest eleven are tried apart."""
+    numels = [171, 147, 294, 504, 140, 185, 120, 63, 180, 280, 174, 288, 168]
+    atoms = [57, 49, 42, 56, 28, 37, 40, 21, 45, 35, 58, 36, 24]
+    assert split(numels, atoms, 16, 8, 0.05) == [[3], [0, 1, 2, *range(4, 13)]]

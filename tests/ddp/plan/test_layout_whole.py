@@ -156,6 +156,15 @@ def test_rows_of_equal_parameters_have_no_padding() -> None:
     ] == [1024, 1024, 256, 1024, 1024, 256]
 
 
+def test_rows_are_as_long_as_their_parameters_have_shards() -> None:
+    specs = [spec(f"{grid_name}{index}", 128, grid_name=grid_name) for index in range(4) for grid_name in ("e", "d")]
+    plan = plan_gradients(specs, shard_degree={"e": 2, "d": 4}, bucket_numel=1, keep_params_whole=True)
+    assert {buffer.grid_name: [len(b.slots) for b in buffer.buckets] for buffer in plan.buffers} == {
+        "e": [2, 2],
+        "d": [4],
+    }
+
+
 def test_rows_that_share_a_bucket_come_as_backward_reaches_them() -> None:
     specs = [spec(name, numel) for name, numel in (("a", 256), ("b", 64), ("c", 256), ("d", 64))]
     (bucket,) = plan_gradients(specs, shard_degree=2, keep_params_whole=True).buckets
