@@ -127,6 +127,63 @@ def test_a_step_waits_for_gathers_that_no_forward_has_read(monkeypatch: pytest.M
     simulate(on_each_rank, 2)
 
 
+def test_gathers_start_between_the_updates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each pass is followed by the gathers of all its buckets."""
+    log: list[tuple[str, ...]] = []
+    config = {"use_distributed_optimizer": True, "overlap_param_gather": True, "bucket_size": 32}
+
+    def on_each_rank() -> None:
+        optimizer = DistributedOptimizer(DistributedDataParallel(ByTurns(), DistributedDataParallelConfig(**config)))
+        loss_of(optimizer.model, make_batches(1)[0]).backward()
+        optimizer.model.finish_grad_sync()
+        update, start = optimizer._steps.update, ParamGather.start
+
+        def note_update(flats: Any, *args: Any) -> None:
+            if dist.get_rank() == 0:
+                log.append(("update", *(flat.bucket.name for flat in flats)))
+            update(flats, *args)
+
+        def note_start(gather: ParamGather, *args: Any, **options: Any) -> None:
+            if dist.get_rank() == 0:
+                log.append(("gather", gather.name))
+            start(gather, *args, **options)
+
+        monkeypatch.setattr(optimizer._steps, "update", note_update)
+        if dist.get_rank() == 0:
+            monkeypatch.setattr(ParamGather, "start", note_start)
+        optimizer.step()
+
+    simulate(on_each_rank, 2)
+    expected: list[tuple[str, ...]] = []
+    for each in log:
+        if each[0] == "update":
+            expected += [each, *(("gather", name) for name in reversed(each[1:]))]
+    assert [each for each, *_ in log].count("update") == 3 and len(log) > 3 + 3
+    assert log == expected
+
+
+def test_what_all_ranks_have_written_alike_is_not_gathered() -> None:
+    def on_each_rank() -> None:
+        config = {"use_distributed_optimizer": True, "overlap_param_gather": True}
+        ddp = DistributedDataParallel(make_model(), DistributedDataParallelConfig(bucket_size=32, **config))
+        optimizer = DistributedOptimizer(ddp)
+        timeline = {whole: [] for whole in (True, False)}
+        for whole, started in timeline.items():
+            for gather in optimizer.param_sync.gathers:
+                vars(gather)["start"] = lambda *args, name=gather.name, start=gather.start, to=started, **options: (
+                    to.append(name),
+                    start(*args, **options),
+                )
+            optimizer.mark_loaded(whole=whole)
+            assert not any(gather.under_way for gather in optimizer.param_sync.gathers)
+            for gather in optimizer.param_sync.gathers:
+                del vars(gather)["start"]
+        assert timeline[True] == []
+        assert timeline[False] == [gather.name for gather in optimizer.param_sync.gathers]
+
+    simulate(on_each_rank, 2)
+
+
 class Reads(TorchDispatchMode):
     """Counts how often the host reads a number of the device."""
 
