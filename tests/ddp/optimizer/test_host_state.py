@@ -142,6 +142,8 @@ def test_updates_wait_for_their_state_and_copies_for_updates(device: Device) -> 
             if bucket and step:
                 ahead = device.find(f"in {bucket} of step {step}")
                 assert not ahead.is_behind(f"update {bucket - 1} of step {step}"), "and the next comes beside this one"
+    device.main.run("the next forward")
+    assert not device.find("the next forward").is_behind(f"out {NUM_BUCKETS - 1} of step 1"), "nor does that wait"
 
 
 def test_a_copy_waits_until_its_memory_and_its_state_are_back(device: Device) -> None:

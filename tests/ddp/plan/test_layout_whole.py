@@ -180,6 +180,27 @@ def test_small_rows_fill_the_gaps_of_the_rest() -> None:
     assert rows_of(even, 1, 4) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
 
 
+def test_rows_come_in_the_order_in_which_backward_completes_them() -> None:
+    sizes = {"a": 128, "b": 64, "c": 128}
+    assert rows_of([Whole(size, float(size)) for size in sizes.values()], 128, 2) == [[1], [0, 2]]
+    plan = plan_gradients(
+        [spec(*each) for each in sizes.items()], shard_degree=2, bucket_numel=64, keep_params_whole=True
+    )
+    assert [[slot.spec.name for slot in bucket.slots] for bucket in plan.buckets] == [["b"], ["a", "c"]]
+
+
+def test_small_buckets_of_the_rest_take_in_what_makes_their_shards_even() -> None:
+    """The last one, 256, has its shard beside two of 128."""
+    params = [Whole(size, float(size)) for size in (64, 64, 128, 128, 256)]
+    assert rows_of(params, 1, 2) == [[0, 1], [2, 3, 4]]
+
+
+def test_where_no_rank_has_room_the_costliest_pile_goes_to_the_rank_that_has_least() -> None:
+    """Dealt by costs, 256 finds no room beside the others."""
+    assert deal([256, 128, 64], [1.0, 9.0, 7.0], [9.0, 1.0]) == [0, 1, 1]
+    assert deal([256, 128, 64], [1.0, 9.0, 7.0], [1.0, 9.0]) == [1, 0, 0]
+
+
 def test_balance_counts_all_buffers_of_a_group_and_no_other_group() -> None:
     expert = spec("expert", 640, grid_name="expert")
     half = spec("bf16", 640)
