@@ -16,7 +16,16 @@ from stock_steps import backward, loss_of
 from summed_by_hand import tree_sum
 from torch import Tensor, nn, optim
 
-from maingrad.ddp import DistributedDataParallel, DistributedOptimizer, Lion, Muon, load_checkpoint, save_checkpoint
+from maingrad.ddp import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    DistributedOptimizer,
+    Lion,
+    Muon,
+    load_checkpoint,
+    save_checkpoint,
+)
+from maingrad.ddp.plan.owned_params import find_owned_params, plan_model
 from maingrad.launch import simulate
 
 BF16 = torch.bfloat16
@@ -382,6 +391,28 @@ def test_only_selected_parameters_are_kept_whole() -> None:
             assert sorted(counts) == ([1024] * 3 if param.dim() == 3 else [0, 0, param.numel()])
     others = [sum(n for name, n in each.items() if name not in MATRICES) for each in by_rank]
     assert max(others) - min(others) <= 128 and min(others) > 0
+
+
+def test_what_is_no_stack_of_matrices_is_kept_whole_altogether() -> None:
+    """The kernels of a convolution too, and a vector, and a scalar; a stack without elements has a place."""
+    shapes = {
+        "vector": (512,),
+        "scalar": (),
+        "matrix": (16, 32),
+        "stack": (4, 8, 16),
+        "kernels": (4, 8, 4, 4),
+        "no": (2, 0, 4),
+    }
+    model = nn.ParameterDict({name: torch.zeros(shape) for name, shape in shapes.items()})
+    config = DistributedDataParallelConfig(use_distributed_optimizer=True, keep_matrices_whole=("*",))
+    plan = plan_model(find_owned_params(model), config, shard_degree=2)
+    by_name = {slot.spec.name: (bucket, slot) for bucket in plan.buckets for slot in bucket.slots}
+    for name in shapes:
+        bucket, slot = by_name[name]
+        assert (slot.spec.whole, slot.spec.matrices) == (len(shapes[name]) != 3, len(shapes[name]) == 3), name
+        assert bucket.keeps_matrices_whole
+    bucket, slot = by_name["stack"]
+    assert slot.start == bucket.start and bucket.numel == 512, "two of four matrices on each rank"
 
 
 @pytest.mark.parametrize(

@@ -230,6 +230,7 @@ def test_the_ranks_are_those_of_the_first_that_tells() -> None:
             localize(layer)
         on_two_dims(layer, mesh)
         assert ranks_told(layer, None) is tp
+        assert not is_one_slice(layer.weight)
 
     simulate(on_each_rank, 4)
 
