@@ -154,6 +154,25 @@ def test_replaced_state_is_freed_by_the_next_step(form: str, way: str) -> None:
     assert not [each for each in old if each() is not None]
 
 
+def test_a_state_dict_that_fails_leaves_the_state() -> None:
+    """A hook of the program may raise, while compact state is shown in its full form."""
+    optimizer, expected = make(COMPACT["compact"]), make(COMPACT["compact"])
+    trained(optimizer, range(1))
+    trained(expected, range(2))
+    own = optimizer.state
+
+    def fail(*_: Any) -> None:
+        raise OSError("no space")
+
+    handle = optimizer.register_state_dict_post_hook(fail)
+    with pytest.raises(OSError, match="no space"):
+        optimizer.state_dict()
+    handle.remove()
+    assert optimizer.state is own
+    trained(optimizer, range(1, 2))
+    assert not differences(seen(optimizer), seen(expected))
+
+
 def test_what_a_sharded_model_has_not_is_refused_by_name() -> None:
     model = maingrad.parallelize(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), "zero3")
     with pytest.raises(TypeError, match=r"make_optimizer\(skip_nonfinite=...\) .* leave skip_nonfinite out"):

@@ -1,6 +1,7 @@
 """A step updates reduced buckets while others are being reduced: the same weights, in another order."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -102,8 +103,8 @@ def test_parameters_are_gathered_in_the_order_of_the_forward(
     simulate(on_each_rank, 2)
 
 
-def test_a_step_waits_for_gathers_that_no_forward_has_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The update would write into memory that is being sent."""
+def test_a_step_and_a_load_wait_for_gathers_that_no_forward_has_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would write into memory that is being sent."""
 
     def on_each_rank() -> None:
         config = {"use_distributed_optimizer": True, "overlap_param_gather": True, "bucket_size": 32}
@@ -123,6 +124,12 @@ def test_a_step_waits_for_gathers_that_no_forward_has_read(monkeypatch: pytest.M
             optimizer.step()
             assert not any(under_way[0])
             optimizer.zero_grad()
+        state = optimizer.state_dict()
+        for call in (optimizer.state_dict, optimizer.finish_param_sync, partial(optimizer.load_state_dict, state)):
+            optimizer.param_sync.start_again()
+            assert any(gather.under_way for gather in optimizer.param_sync.gathers)
+            call()
+            assert not any(gather.under_way for gather in optimizer.param_sync.gathers)
 
     simulate(on_each_rank, 2)
 
