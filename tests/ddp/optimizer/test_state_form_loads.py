@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import maingrad
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from maingrad.ddp.checkpoint.checkpoint import load_checkpoint, save_checkpoint
+from maingrad.ddp.optimizer import steps as steps_module
 
 HYPER: dict[str, Any] = {"lr": 0.02, "betas": (0.9, 0.95), "weight_decay": 0.1}
 FP32_MOMENTS: dict[str, Any] = {"state": "compact", "moment_dtype": torch.float32}
@@ -152,6 +153,26 @@ def test_replaced_state_is_freed_by_the_next_step(form: str, way: str) -> None:
     del given
     gc.collect()
     assert not [each for each in old if each() is not None]
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_tables_stay_where_replays_read_them(monkeypatch: pytest.MonkeyPatch, captured: bool) -> None:
+    """A load replaces the state, so that other steps have other tables. A later capture finds those of the first."""
+    optimizer = make(FP32_MOMENTS)
+    steps: Any = optimizer._steps
+    trained(optimizer, range(1))
+    monkeypatch.setattr(steps_module, "is_capturing", lambda: captured)
+    trained(optimizer, range(1, 2))
+    monkeypatch.setattr(steps_module, "is_capturing", lambda: False)
+    tables = [weakref.ref(update) for _, update in steps._updates.values()]
+    state = {master: {**each} for master, each in steps.inner.state.items()}
+    optimizer.load_state_dict(optimizer.state_dict())
+    trained(optimizer, range(2, 3))
+    gc.collect()
+    assert tables and [table() is not None for table in tables] == [captured] * len(tables)
+    steps.inner.state.update(state)
+    trained(optimizer, range(3, 4))
+    assert all((update in [table() for table in tables]) == captured for _, update in steps._updates.values())
 
 
 def test_a_state_dict_that_fails_leaves_the_state() -> None:
