@@ -54,8 +54,8 @@ class ModelSlice(NamedTuple):
         """A local shape that no rank's exceeds: an uneven cut gives ranks other shapes, and all ranks the same here."""
         if self.dim is None or self.group is None:
             return self.local_shape
-        sizes = list(self.shape)
-        sizes[self.dim] = -(-sizes[self.dim] // self.group.size())
+        sizes, blocks = list(self.shape), len(self.boxes)  # each block is cut over the ranks
+        sizes[self.dim] = blocks * -(-sizes[self.dim] // (blocks * self.group.size()))
         return tuple(sizes)
 
     @property

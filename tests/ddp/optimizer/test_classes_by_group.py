@@ -346,6 +346,15 @@ def test_compact_state_of_the_other_class() -> None:
         torch.testing.assert_close(weight, full[name], rtol=2**-7, atol=2**-9)
 
 
+@pytest.mark.parametrize("state", ["full", "compact"])
+def test_the_state_of_the_other_class_stays_on_the_device(state: str) -> None:
+    options = {"state": state, "moment_dtype": torch.float32 if state == "compact" else None}
+    (here,) = simulate(trained, 1, BF16, SELECTED, options, 2)
+    (on_host,) = simulate(trained, 1, BF16, SELECTED, {**options, "offload_state": "host"}, 2)
+    for name, weight in on_host.items():
+        torch.testing.assert_close(weight, here[name], rtol=2**-7, atol=2**-9)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 def test_two_classes_with_compact_state_in_one_bucket(tmp_path: Path, dtype: torch.dtype) -> None:
     """A load of one class's state leaves the other's parameters and remainders as they were loaded."""

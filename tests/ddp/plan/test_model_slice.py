@@ -43,7 +43,8 @@ def test_the_boxes_of_all_ranks_are_the_whole_in_the_order_of_local_elements(dim
 def test_copies_with_parts_of_a_gradient():
     found = slice_of_marks(_marked((6,), sequence_parallel=True), None)
     assert found == ModelSlice((6,), (Box((0,), (6,)),), None, None, "partial")
-    assert slice_of_marks(_marked((6,)), None).grad == "dense"
+    for unmarked in (_marked((6,)), _marked((6,), sequence_parallel=False, tensor_model_parallel=False)):
+        assert slice_of_marks(unmarked, None).grad == "dense"
 
 
 @pytest.mark.parametrize("marks", [{}, {"sequence_parallel": True}])
@@ -59,6 +60,38 @@ def test_an_uneven_cut_is_as_large_as_its_largest_slice():
         return ModelSlice((7, 2), (Box((start, 0), (rows, 2)),), 0, group, "slice").largest_shape
 
     assert simulate(largest, 2) == [(4, 2), (4, 2)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "blocks", "local", "is_uneven"),
+    [
+        (8, 1, [2, 2, 2, 2], False),
+        (7, 1, [2, 2, 2, 1], True),
+        (16, 2, [4, 4, 4, 4], False),
+        (12, 2, [4, 4, 4, 0], True),
+    ],
+)
+def test_slices_of_blocks_may_be_uneven_where_one_of_the_whole_is_not(rows, blocks, local, is_uneven):
+    """Each block of 6 rows is cut into 2, 2, 2 and none."""
+
+    def held():
+        group = torch.distributed.group.WORLD
+        block = rows // blocks
+        part = -(-block // 4)
+        starts = [min(block, part * (group.rank() + place)) for place in range(2)]
+        boxes = [Box((first + starts[0],), (starts[1] - starts[0],)) for first in range(0, rows, block)]
+        return ModelSlice((rows,), tuple(boxes), 0, group, "slice")
+
+    def look():
+        found = held()
+        return found.local_shape[0], found.largest_shape[0], found.is_uneven
+
+    found = simulate(look, 4)
+    assert [each[0] for each in found] == local
+    assert [each[1] for each in found] == [max(local)] * 4
+    assert any(each[2] for each in found) is is_uneven
+    alone = ModelSlice((rows,), (Box((0,), (rows,)),), None, None, "dense")
+    assert (alone.largest_shape, alone.is_uneven) == ((rows,), False)
 
 
 def test_what_is_said_of_a_parameter_fits_it():
