@@ -132,6 +132,8 @@ def test_a_master_that_a_program_writes_without_a_word_is_refused_at_the_next_fo
         optimizer.param_groups[0]["params"][0].mul_(2.0)
     with pytest.raises(RuntimeError, match="mark_loaded"):
         trained(optimizer, range(1, 2))
+    with pytest.raises(RuntimeError, match="mark_loaded"):
+        optimizer.prepare_replay()  # of a graphed step, whose forward runs no Python
 
 
 @pytest.mark.in_turn
