@@ -226,7 +226,7 @@ def segments_of(
             if is_whole(entry):
                 shape = (-1, *entry.owned.param.shape[1:])  # of a stack, this rank's matrices; of a scalar, one element
                 cuts.append((part.start, group, part, shape))
-            elif not cuts or cuts[-1][1:3] != (group, None):
+            elif not cuts or cuts[-1][1] != group:
                 cuts.append((part.start if cuts else 0, group, None, (-1,)))
         if not cuts:
             continue

@@ -27,8 +27,6 @@ def global_grad_norm(model: DistributedDataParallel) -> Tensor:
     summed = False  # whether some ranks hold other elements than this rank
     for grid_name in model.plan.grid_names:
         grads = [torch.view_as_real(grad) if grad.is_complex() else grad for grad in model.reduced_grads(grid_name)]
-        if not grads:
-            continue
         widest = max(widest, *(grad.dtype for grad in grads), key=lambda dtype: dtype.itemsize)
         by_bucket = torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float64)).square()
         if (shared := model.shared_embedding) is not None and shared.bucket.layout.grid_name == grid_name:

@@ -55,9 +55,7 @@ class HostState:
         """Views of this memory, by owner and key."""
         self._to_device, self._to_host = _Copies(device), _Copies(device)
         self._free: list[torch.cuda.Event | None] = [None, None]
-        """By turn: its state is back on the host."""
-        self._returned: dict[Hashable, torch.cuda.Event | None] = {}
-        """By bucket: the same."""
+        """By turn: the state that was last in its memory is back on the host, and so is that of its other buckets."""
         self._was_captured = False
         self._is_eager = False
         """Whether an eager step's copies may be under way."""
@@ -85,7 +83,7 @@ class HostState:
         self._was_captured, self._is_eager = self._was_captured or captured, not captured
         if self._was_captured:  # a replay's copies run on the current stream; events of a capture mean nothing outside
             self._to_device.follow()
-            self._free, self._returned = [None, None], {}
+            self._free = [None, None]
         members: dict[Hashable, list[Tensor]] = {}
         for owner in owners:
             members.setdefault(self._bucket[owner], []).append(owner)
@@ -94,12 +92,11 @@ class HostState:
                 continue
             homes = [(owner, *entry) for owner in members[bucket] for entry in homes_of(owner).items()]
             pairs = [(home, self.place(owner, key, home)) for owner, key, home in homes]
-            before = self._free[turn], self._returned.get(bucket)
-            self._to_device.start([(place, home) for home, place in pairs], before)
+            self._to_device.start([(place, home) for home, place in pairs], self._free[turn])
             self._to_device.join()
             yield bucket, members[bucket]
             self._to_host.follow()
-            self._free[turn] = self._returned[bucket] = self._to_host.start(pairs)
+            self._free[turn] = self._to_host.start(pairs)
         if self._was_captured:
             self._to_host.join()
 
@@ -140,16 +137,15 @@ class _Copies:
             current_stream(self._stream.device).synchronize()
 
     def start(
-        self, pairs: Sequence[tuple[Tensor, Tensor]], after: Sequence[torch.cuda.Event | None] = ()
+        self, pairs: Sequence[tuple[Tensor, Tensor]], after: torch.cuda.Event | None = None
     ) -> torch.cuda.Event | None:
-        """Copy into the first tensor of each pair from the second. Returns an event behind the copies."""
+        """Copy into the first tensor of each pair from the second, behind ``after``. Returns an event behind that."""
         if self._stream is None:
             for target, source in pairs:
                 target.copy_(source)
             return None
-        for event in after:
-            if event is not None:
-                self._stream.wait_event(event)
+        if after is not None:
+            self._stream.wait_event(after)
         with OnStream(self._stream):
             for target, source in pairs:
                 target.copy_(source, non_blocking=True)

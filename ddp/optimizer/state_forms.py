@@ -150,7 +150,7 @@ class _OnHost(OnePassSteps):
         self._segment_of: dict[Tensor, Segment] = {segment.master: segment for segment in self.segments}
         members = [
             Member(each.master, each.flat.bucket.index, self.blocks.scales_of(each).numel if self.blocks else 0)
-            for each in sorted(self.segments, key=lambda segment: segment.flat.bucket.index)
+            for each in self.segments  # which come bucket by bucket
         ]
         self._host = HostState(self._device, members)
 

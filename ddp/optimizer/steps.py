@@ -185,7 +185,6 @@ class TorchSteps:
                 f"or without GraphedTrainingStep"
             )
         if found_inf is None or not found_inf.item():
-            prepare_skippable_step(self.inner)
             self.inner.step()
 
     def round(self, flats: Sequence[FlatBucket]) -> None:

@@ -699,8 +699,8 @@ def test_a_unit_that_was_used_later_or_never_goes_on_sharded_and_is_refused_else
     def load_sharded() -> Any:
         return load_checkpoint(tmp_path / "c", *sharded_and_stepped(0, 0))
 
-    def load_wrapped(sharding: bool) -> str:
-        model = wrap(SometimesUsed(), use_distributed_optimizer=sharding)
+    def load_wrapped(sharding: bool, whole: bool = False) -> str:
+        model = wrap(SometimesUsed(), use_distributed_optimizer=sharding, keep_params_whole=whole)
         said = errors_of(load_checkpoint, tmp_path / "c", model, DistributedOptimizer(model))
         assert load_checkpoint(tmp_path / "c", model) == "it", "as the error says"
         return said
@@ -709,6 +709,8 @@ def test_a_unit_that_was_used_later_or_never_goes_on_sharded_and_is_refused_else
     assert simulate(load_sharded, 3) == ["it"] * 3
     # On two ranks of ZeRO-1 the border between shards is the border between the two: that loads.
     assert simulate(load_wrapped, 2, True) == ["nothing was raised"] * 2
+    # Parameters that are kept whole are updated one by one, by elementwise classes too.
+    assert simulate(load_wrapped, 1, True, True) == ["nothing was raised"]
     for ranks, sharding in ((1, True), (2, False)):
         for said in simulate(load_wrapped, ranks, sharding):
             assert re.search(r"ValueError: parameters '\S+' and '\S+' are updated together here", said), said

@@ -140,9 +140,8 @@ def test_a_weight_that_another_layer_shares_gets_both_gradients(theirs_first: bo
 @pytest.mark.parametrize("form", ["fused", "plain"])
 def test_a_weight_that_two_of_them_delay_is_refused(form: str) -> None:
     """Gradients count once a backward: that of the second module to be heard would be lost."""
-    model = TiedToAnother(ForeignDelayedLinear(6, 6, **DELAYED_FORMS[form]))
-    model.second = ForeignDelayedLinear(6, 6, **DELAYED_FORMS[form])
-    model.second.weight = model.first.weight
+    first, second = (ForeignDelayedLinear(6, 6, **DELAYED_FORMS[form]) for _ in range(2))
+    model = Tied(first, second, first.weight)
     ddp = DistributedDataParallel(model)
     ddp(batch(0)).square().sum().backward()
     with pytest.raises(RuntimeError, match=r"'first.weight': .* ran more often .* not tied to another that delays"):

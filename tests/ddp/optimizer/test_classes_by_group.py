@@ -16,7 +16,16 @@ from stock_steps import backward, loss_of
 from summed_by_hand import tree_sum
 from torch import Tensor, nn, optim
 
-from maingrad.ddp import DistributedDataParallel, DistributedOptimizer, Lion, Muon, load_checkpoint, save_checkpoint
+from maingrad.ddp import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    DistributedOptimizer,
+    Lion,
+    Muon,
+    load_checkpoint,
+    save_checkpoint,
+)
+from maingrad.ddp.plan.owned_params import find_owned_params, plan_model
 from maingrad.launch import simulate
 
 BF16 = torch.bfloat16
@@ -337,6 +346,15 @@ def test_compact_state_of_the_other_class() -> None:
         torch.testing.assert_close(weight, full[name], rtol=2**-7, atol=2**-9)
 
 
+@pytest.mark.parametrize("state", ["full", "compact"])
+def test_the_state_of_the_other_class_stays_on_the_device(state: str) -> None:
+    options = {"state": state, "moment_dtype": torch.float32 if state == "compact" else None}
+    (here,) = simulate(trained, 1, BF16, SELECTED, options, 2)
+    (on_host,) = simulate(trained, 1, BF16, SELECTED, {**options, "offload_state": "host"}, 2)
+    for name, weight in on_host.items():
+        torch.testing.assert_close(weight, here[name], rtol=2**-7, atol=2**-9)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 def test_two_classes_with_compact_state_in_one_bucket(tmp_path: Path, dtype: torch.dtype) -> None:
     """A load of one class's state leaves the other's parameters and remainders as they were loaded."""
@@ -382,6 +400,28 @@ def test_only_selected_parameters_are_kept_whole() -> None:
             assert sorted(counts) == ([1024] * 3 if param.dim() == 3 else [0, 0, param.numel()])
     others = [sum(n for name, n in each.items() if name not in MATRICES) for each in by_rank]
     assert max(others) - min(others) <= 128 and min(others) > 0
+
+
+def test_what_is_no_stack_of_matrices_is_kept_whole_altogether() -> None:
+    """The kernels of a convolution too, and a vector, and a scalar; a stack without elements has a place."""
+    shapes = {
+        "vector": (512,),
+        "scalar": (),
+        "matrix": (16, 32),
+        "stack": (4, 8, 16),
+        "kernels": (4, 8, 4, 4),
+        "no": (2, 0, 4),
+    }
+    model = nn.ParameterDict({name: torch.zeros(shape) for name, shape in shapes.items()})
+    config = DistributedDataParallelConfig(use_distributed_optimizer=True, keep_matrices_whole=("*",))
+    plan = plan_model(find_owned_params(model), config, shard_degree=2)
+    by_name = {slot.spec.name: (bucket, slot) for bucket in plan.buckets for slot in bucket.slots}
+    for name in shapes:
+        bucket, slot = by_name[name]
+        assert (slot.spec.whole, slot.spec.matrices) == (len(shapes[name]) != 3, len(shapes[name]) == 3), name
+        assert bucket.keeps_matrices_whole
+    bucket, slot = by_name["stack"]
+    assert slot.start == bucket.start and bucket.numel == 512, "two of four matrices on each rank"
 
 
 @pytest.mark.parametrize(

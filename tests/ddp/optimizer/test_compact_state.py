@@ -336,6 +336,12 @@ def test_state_takes_six_bytes_a_parameter() -> None:
         assert flat.master.data_ptr() == flat.owned_params.data_ptr()
 
 
+class SubclassOfAdamW(torch.optim.AdamW):
+    """May do anything."""
+
+    elementwise = True
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -345,7 +351,18 @@ def test_state_takes_six_bytes_a_parameter() -> None:
         ({"state": "compact", "optimizer_class": torch.optim.NAdam}, "NAdam"),
         ({"offload_state": "disk"}, "offload_state"),
         ({"offload_state": "host", "optimizer_class": torch.optim.NAdam}, "NAdam"),
+        ({"state": "compact", "offload_state": "host", "optimizer_class": torch.optim.NAdam}, 'state="compact" is for'),
+        ({"state": "compact", "optimizer_class": SubclassOfAdamW}, 'state="compact" is for .*not SubclassOfAdamW'),
+        ({"offload_state": "host", "optimizer_class": SubclassOfAdamW}, "not SubclassOfAdamW"),
         ({"state": "compact", "amsgrad": True}, "amsgrad"),
+        *(
+            ({"state": "compact", "param_groups": [{"params": "*.bias", key: value}]}, words)
+            for key, value, words in (
+                ("amsgrad", True, "amsgrad"),
+                ("maximize", True, "maximize"),
+                ("betas", (torch.tensor(0.9), torch.tensor(0.95)), "betas"),
+            )
+        ),
         ({"state": "compact", "maximize": True}, "maximize"),
         (
             {"state": "compact", "optimizer_class": torch.optim.Adam, "decoupled_weight_decay": True},
@@ -369,9 +386,12 @@ def test_what_compact_state_lacks_is_refused(options: dict[str, Any], words: str
         ("decoupled_weight_decay", False, "take the class Adam,"),
     ],
 )
-def test_what_compact_state_lacks_is_refused_where_a_group_gets_it_later(option: str, value: bool, words: str) -> None:
+@pytest.mark.parametrize("group", [0, 1])
+def test_what_compact_state_lacks_is_refused_where_a_group_gets_it_later(
+    group: int, option: str, value: bool, words: str
+) -> None:
     optimizer = compact(wrap(make_model()), param_groups=[{"params": "*.bias"}])
-    optimizer.param_groups[0][option] = value
+    optimizer.param_groups[group][option] = value
     with pytest.raises(ValueError, match=words):
         trained(optimizer, range(1))
 

@@ -17,9 +17,17 @@ from summed_by_hand import alone, everyones_grads, tree_sum
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer, clip_grad_norm
+from maingrad.ddp import (
+    WORLD_OF_ONE,
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    DistributedOptimizer,
+    GradScaler,
+    clip_grad_norm,
+)
 from maingrad.ddp.buckets import iteration_ends
 from maingrad.ddp.buckets.iteration_ends import IterationWatcher
+from maingrad.ddp.collectives.failure_report import FailureReporter, Watch
 from maingrad.ddp.optimizer.grad_norm import clip_coefficient, global_grad_norm
 from maingrad.launch import simulate
 
@@ -304,6 +312,11 @@ def test_large_and_small_gradients_neither_overflow_nor_vanish() -> None:
     for scale in (1e30, 1e-30):
         (norm,) = simulate(norm_of, 1, [torch.tensor([3.0, 4.0]) * scale], use_distributed_optimizer=True)
         torch.testing.assert_close(norm, torch.tensor(5.0 * scale), rtol=1e-6, atol=0)
+        models = [wrap(Constant([torch.tensor([value * scale])])) for value in (3.0, 4.0)]
+        for model in models:
+            model().backward()
+        clipped = clip_grad_norm(models, scale)
+        torch.testing.assert_close(clipped, torch.tensor(5.0 * scale), rtol=1e-6, atol=0)
 
 
 def test_the_widest_gradient_may_be_any() -> None:
@@ -497,3 +510,38 @@ def test_an_optimizer_may_be_told_later_to_skip() -> None:
     ):
         assert skipped == 1
         torch.testing.assert_close((found, skipped), expected, rtol=0.0, atol=0.0)
+
+
+def test_what_a_rank_waits_for_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where another rank fails, the error says in what this one waited for it."""
+    named: list[tuple[int, str]] = []
+
+    def watch(reporter: Any, what: str, *args: Any, **options: Any) -> Any:
+        named.append((dist.get_rank(), what))
+        return Watch(reporter, what, *(args or (None,)), **options)
+
+    monkeypatch.setattr(FailureReporter, "watch", watch)
+
+    def on_each_rank(of_stages: bool) -> list[str]:
+        group = dist.group.WORLD if of_stages else None
+        model = make_net()
+        ddp = DistributedDataParallel(
+            model,
+            DistributedDataParallelConfig(use_distributed_optimizer=not of_stages),
+            process_group=WORLD_OF_ONE if of_stages else dist.group.WORLD,
+        )
+        optimizer = DistributedOptimizer(ddp)
+        scaler = GradScaler("cpu", pipeline_group=group)
+        scaler.scale(loss_of(ddp, batch_of(0, 0, torch.float32))).backward()
+        ddp.finish_grad_sync()
+        named.clear()
+        dist.barrier()
+        scaler.unscale_(optimizer)
+        clip_grad_norm([ddp], 1.0, pipeline_group=group)
+        dist.barrier()
+        return [what for rank, what in named if rank == dist.get_rank()]
+
+    for found in simulate(on_each_rank, 2, False):
+        assert found == ["the search for Inf in scaled gradients", "the sum of the gradients' squares"]
+    for found in simulate(on_each_rank, 2, True):
+        assert found[-2:] == ["the search for Inf in the pipeline's other stages", "the sum of the stages' squares"]

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -441,6 +442,30 @@ def test_a_step_that_raised_leaves_no_scale_for_the_next_one() -> None:
         scaler.step(optimizer)
         results.append(weights(ddp))
     assert_same(*results)
+
+
+def test_an_interrupted_step_leaves_no_scale_either() -> None:
+    ddp = wrap(make_net())
+    optimizer = DistributedOptimizer(ddp, lr=0.1)
+    scaler = GradScaler("cpu", init_scale=64.0)
+    scaler.scale(loss_of(ddp, batch_of(0, 0, FP32))).backward()
+
+    def interrupt(_: object) -> None:
+        assert {"grad_scale", "found_inf"} <= vars(optimizer).keys()
+        raise KeyboardInterrupt
+
+    with mock.patch.object(type(ddp), "start_for_step", interrupt), pytest.raises(KeyboardInterrupt):
+        scaler.step(optimizer)
+    assert not {"grad_scale", "found_inf"} & vars(optimizer).keys()
+
+
+def test_gradients_of_fp16_are_not_unscaled_beside_others() -> None:
+    model = nn.Sequential(nn.Linear(4, 4, dtype=FP16), nn.Linear(4, 4))
+    optimizer = DistributedOptimizer(wrap(model, grad_reduce_in_fp32=False))
+    scaler = GradScaler("cpu", init_scale=64.0)
+    scaler.scale(model[1](model[0](torch.ones(1, 4, dtype=FP16)).float()).sum()).backward()
+    with pytest.raises(ValueError, match=r"unscale_\(\) of fp16 gradients would lose the small ones"):
+        scaler.unscale_(optimizer)
 
 
 def test_a_disabled_scaler_does_nothing() -> None:

@@ -14,6 +14,8 @@ from maingrad.ddp import (
     Lion,
     add_grad,
 )
+from maingrad.ddp.optimizer import state_forms
+from maingrad.ddp.optimizer.steps import TorchSteps
 
 SGD: dict[str, Any] = {"optimizer_class": torch.optim.SGD, "lr": 0.05, "weight_decay": 0.1}
 CLASSES: dict[str, dict[str, Any]] = {
@@ -182,6 +184,74 @@ def test_a_scaler_skips_on_the_device(kind: str) -> None:
         optimizer.zero_grad()
         after = [held.master for held in optimizer.full_slices()]
         assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)) == (step == 0)
+
+
+# ---- On GPUs full state has one pass too. Here its reference runs on CPUs. ----
+
+ADAM: dict[str, Any] = {"optimizer_class": torch.optim.Adam, "lr": 0.05}
+ADAMW: dict[str, Any] = {"lr": 0.05, "weight_decay": 0.1}
+CLIP = {"max_grad_norm": 0.5}
+CHANGED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "learning rate": (ADAMW, {"lr": 0.5}),
+    "learning rate, clipped": ({**ADAMW, **CLIP}, {"lr": 0.5}),
+    "decay that torch rounds otherwise": (ADAM, {"weight_decay": 0.1}),
+    "decay that torch rounds alike, clipped": ({**ADAM, **CLIP}, {"weight_decay": 0.1}),
+    "decay of AdamW": ({**ADAM, **CLIP}, {"weight_decay": 0.1, "decoupled_weight_decay": True}),
+    "decay of Adam": (ADAMW, {"decoupled_weight_decay": False}),
+    "loops": (ADAMW, {"fused": False}),
+    "direction": (ADAMW, {"maximize": True}),
+    "direction of momentum": (CLASSES["momentum"], {"maximize": True}),
+}
+
+
+def two_groups(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], **of_last_layer: Any) -> DistributedOptimizer:
+    """On one pass, where a GPU would have one."""
+    monkeypatch.setattr(state_forms, "_has_kernel", lambda master: True)
+    return DistributedOptimizer(wrapped(), param_groups=[{"params": "2.*", **of_last_layer}], **options)
+
+
+def stepped(optimizer: DistributedOptimizer) -> DistributedOptimizer:
+    for number, param in enumerate(optimizer.model.module.parameters()):
+        add_grad(param, torch.randn(param.shape, generator=torch.Generator().manual_seed(number)))
+    optimizer.step()
+    optimizer.zero_grad()
+    return optimizer
+
+
+def took_one_pass(optimizer: Any) -> bool:
+    """Its table is made for a pass, and is freed where torch steps."""
+    return bool(optimizer._steps._updates)
+
+
+@pytest.mark.parametrize("case", CHANGED)
+def test_a_group_that_one_pass_does_not_know_is_left_to_torch(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    """A program changes one of two groups after a step, and changes it back."""
+    options, changes = CHANGED[case]
+    stock = DistributedOptimizer(wrapped(), param_groups=[{"params": "2.*"}], **options)
+    tried = two_groups(monkeypatch, options)
+    before = {key: tried.param_groups[0][key] for key in changes}
+    for group, values, one_pass in (
+        (0, {}, True),
+        (0, changes, "rate" in case or "alike" in case),
+        (0, before, True),
+        (1, changes, "rate" in case or "alike" in case),
+        (1, before, True),
+    ):
+        for optimizer in (stock, tried):
+            optimizer.param_groups[group].update(values)
+            stepped(optimizer)
+        assert took_one_pass(tried) is one_pass
+        for param, other in zip(tried.model.parameters(), stock.model.parameters(), strict=True):
+            torch.testing.assert_close(param.detach(), other.detach())
+
+
+def test_amsgrad_and_betas_on_the_device_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not took_one_pass(stepped(two_groups(monkeypatch, ADAMW, amsgrad=True)))
+    optimizer = two_groups(monkeypatch, ADAMW)
+    optimizer.param_groups[1]["betas"] = (torch.tensor(0.9), torch.tensor(0.95))
+    left: list[object] = []
+    monkeypatch.setattr(TorchSteps, "update", lambda steps, *args: left.append(args))  # no CPU kernel reads tensors
+    assert not took_one_pass(stepped(optimizer)) and left
 
 
 # ---- Lion alone. ----

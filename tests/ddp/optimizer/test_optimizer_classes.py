@@ -343,7 +343,7 @@ def test_classes_that_need_all_parameters_at_once_are_refused(cls: type[optim.Op
 @pytest.mark.parametrize("cls", [optim.Adafactor, optim.Muon, Muon, RowWise])
 def test_classes_of_matrices_are_refused_without_whole_parameters(cls: type[optim.Optimizer]) -> None:
     ddp = wrap(make_net(), use_distributed_optimizer=True)
-    option = "keep_(params_whole=True|matrices_whole)"
+    option = r"keep_matrices_whole=\[their names\]" if "Muon" in cls.__name__ else "keep_params_whole=True"
     with pytest.raises(ValueError, match=rf"{cls.__name__} updates whole parameters, .*{option}"):
         DistributedOptimizer(ddp, optimizer_class=cls)
 
@@ -378,7 +378,7 @@ def test_muon_refuses_vectors_on_every_rank_alike(cls: type) -> None:
     ("options", "error", "message"),
     [
         ({"bettas": (0.9, 0.99)}, TypeError, "unexpected keyword argument 'bettas'"),
-        ({"lr": -0.1}, ValueError, "Invalid learning rate"),
+        ({"lr": -0.1}, ValueError, "^Invalid learning rate"),
         ({"betas": (0.9, 1.0)}, ValueError, "Invalid beta parameter at index 1"),
         ({"fused": True, "foreach": True}, RuntimeError, "cannot be `True` together"),
         ({"differentiable": True}, ValueError, "differentiable=True: the step works on masters"),

@@ -288,6 +288,7 @@ def test_a_state_of_another_class_is_refused() -> None:
         ({"params": "*.bias"}, TypeError, r"param_groups is a sequence of dicts"),
         ("*.bias", TypeError, r"param_groups is a sequence of dicts"),
         (["*.bias"], TypeError, r"param_groups is a sequence of dicts"),
+        ([{"params": "*.bias"}, "params"], TypeError, r"param_groups is a sequence of dicts"),
         ([{"params": "*.bias", "weigth_decay": 0.0}], TypeError, r"param_groups\[0\]: .*'weigth_decay'"),
         ([{"params": "*.bias"}, {"params": "0.*", "lr": -1.0}], ValueError, r"param_groups\[1\]: .*learning rate: -1"),
         ([{"params": "*.bias", "betas": (0.9, 1.0)}], ValueError, r"param_groups\[0\]: Invalid beta parameter"),
@@ -306,6 +307,21 @@ def test_loops_over_tensors_are_taken_in_place_of_the_fused_kernel() -> None:
     fused, _ = train(torch.float32, range(2), {}, DEFAULTS)
     for name in NAMES:
         torch.testing.assert_close(looped[-1][name], fused[-1][name], rtol=1e-5, atol=1e-6)
+
+
+def test_functions_see_the_parameters_themselves() -> None:
+    model = make_net()
+    model[0].weight.keeps_its_size = True
+    groups = [{"params": lambda name, param: getattr(param, "keeps_its_size", False) and param.requires_grad}]
+    optimizer = DistributedOptimizer(wrap(model), param_groups=groups)
+    assert [held.name for held in optimizer.slices if held.group == 0] == ["0.weight"]
+
+
+def test_options_of_a_group_go_with_those_that_all_share() -> None:
+    """Nesterov's momentum needs a momentum."""
+    options: dict[str, Any] = {"optimizer_class": torch.optim.SGD, "lr": 0.1, "momentum": 0.9}
+    optimizer = DistributedOptimizer(wrap(make_net()), param_groups=[{"params": "*.bias", "nesterov": True}], **options)
+    assert [(group["momentum"], group["nesterov"]) for group in optimizer.param_groups] == [(0.9, True), (0.9, False)]
 
 
 def test_a_frozen_parameter_is_in_no_group() -> None:

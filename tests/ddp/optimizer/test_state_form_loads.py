@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import maingrad
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from maingrad.ddp.checkpoint.checkpoint import load_checkpoint, save_checkpoint
+from maingrad.ddp.optimizer import steps as steps_module
 
 HYPER: dict[str, Any] = {"lr": 0.02, "betas": (0.9, 0.95), "weight_decay": 0.1}
 FP32_MOMENTS: dict[str, Any] = {"state": "compact", "moment_dtype": torch.float32}
@@ -131,6 +132,8 @@ def test_a_master_that_a_program_writes_without_a_word_is_refused_at_the_next_fo
         optimizer.param_groups[0]["params"][0].mul_(2.0)
     with pytest.raises(RuntimeError, match="mark_loaded"):
         trained(optimizer, range(1, 2))
+    with pytest.raises(RuntimeError, match="mark_loaded"):
+        optimizer.prepare_replay()  # of a graphed step, whose forward runs no Python
 
 
 @pytest.mark.in_turn
@@ -152,6 +155,45 @@ def test_replaced_state_is_freed_by_the_next_step(form: str, way: str) -> None:
     del given
     gc.collect()
     assert not [each for each in old if each() is not None]
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_tables_stay_where_replays_read_them(monkeypatch: pytest.MonkeyPatch, captured: bool) -> None:
+    """A load replaces the state, so that other steps have other tables. A later capture finds those of the first."""
+    optimizer = make(FP32_MOMENTS)
+    steps: Any = optimizer._steps
+    trained(optimizer, range(1))
+    monkeypatch.setattr(steps_module, "is_capturing", lambda: captured)
+    trained(optimizer, range(1, 2))
+    monkeypatch.setattr(steps_module, "is_capturing", lambda: False)
+    tables = [weakref.ref(update) for _, update in steps._updates.values()]
+    state = {master: {**each} for master, each in steps.inner.state.items()}
+    optimizer.load_state_dict(optimizer.state_dict())
+    trained(optimizer, range(2, 3))
+    gc.collect()
+    assert tables and [table() is not None for table in tables] == [captured] * len(tables)
+    steps.inner.state.update(state)
+    trained(optimizer, range(3, 4))
+    assert all((update in [table() for table in tables]) == captured for _, update in steps._updates.values())
+
+
+def test_a_state_dict_that_fails_leaves_the_state() -> None:
+    """A hook of the program may raise, while compact state is shown in its full form."""
+    optimizer, expected = make(COMPACT["compact"]), make(COMPACT["compact"])
+    trained(optimizer, range(1))
+    trained(expected, range(2))
+    own = optimizer.state
+
+    def fail(*_: Any) -> None:
+        raise OSError("no space")
+
+    handle = optimizer.register_state_dict_post_hook(fail)
+    with pytest.raises(OSError, match="no space"):
+        optimizer.state_dict()
+    handle.remove()
+    assert optimizer.state is own
+    trained(optimizer, range(1, 2))
+    assert not differences(seen(optimizer), seen(expected))
 
 
 def test_what_a_sharded_model_has_not_is_refused_by_name() -> None:

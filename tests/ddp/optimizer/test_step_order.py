@@ -1,11 +1,15 @@
 """A step updates reduced buckets while others are being reduced: the same weights, in another order."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from loops import loss_of, make_batches, make_model, weights
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from maingrad.ddp.gathers.param_gather import ParamGather
@@ -57,8 +61,24 @@ def test_start_and_step_or_step_alone_is_finish_and_step(
                 assert torch.equal(one, other)
 
 
-def test_parameters_are_gathered_in_the_order_of_the_forward(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each as soon as those before it are under way, in each step."""
+class ByTurns(nn.Module):
+    """Layers of two dtypes by turns; the last one is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8, dtype=dtype) for dtype in (torch.bfloat16, torch.float32) * 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in list(self.layers)[:-1]:
+            x = layer(x.to(layer.weight.dtype))
+        return x
+
+
+@pytest.mark.parametrize("make", [make_model, ByTurns])
+def test_parameters_are_gathered_in_the_order_of_the_forward(
+    monkeypatch: pytest.MonkeyPatch, make: Callable[[], nn.Module]
+) -> None:
+    """Each as soon as those before it are under way, in each step; over the buffers of all dtypes."""
     started: list[tuple[int, str]] = []
     start = ParamGather.start
 
@@ -70,7 +90,7 @@ def test_parameters_are_gathered_in_the_order_of_the_forward(monkeypatch: pytest
 
     def on_each_rank() -> None:
         config = {"use_distributed_optimizer": True, "overlap_param_gather": True, "overlap_grad_reduce": True}
-        ddp = DistributedDataParallel(make_model(), DistributedDataParallelConfig(bucket_size=32, **config))
+        ddp = DistributedDataParallel(make(), DistributedDataParallelConfig(bucket_size=32, **config))
         optimizer = DistributedOptimizer(ddp)
         for step in range(2):
             loss_of(ddp, make_batches(1, seed=step)[0]).backward()
@@ -81,6 +101,121 @@ def test_parameters_are_gathered_in_the_order_of_the_forward(monkeypatch: pytest
         assert [name for rank, name in started if rank == dist.get_rank()] == names * 2
 
     simulate(on_each_rank, 2)
+
+
+def test_a_step_and_a_load_wait_for_gathers_that_no_forward_has_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would write into memory that is being sent."""
+
+    def on_each_rank() -> None:
+        config = {"use_distributed_optimizer": True, "overlap_param_gather": True, "bucket_size": 32}
+        optimizer = DistributedOptimizer(DistributedDataParallel(ByTurns(), DistributedDataParallelConfig(**config)))
+        update = optimizer._steps.update
+        under_way = []
+
+        def note(*args: Any) -> None:
+            under_way.append([gather.under_way for gather in optimizer.param_sync.gathers])
+            update(*args)
+
+        monkeypatch.setattr(optimizer._steps, "update", note)
+        for step in range(2):
+            loss_of(optimizer.model, make_batches(1, seed=step)[0]).backward()
+            assert any(gather.under_way for gather in optimizer.param_sync.gathers) is (step == 1)
+            under_way.clear()
+            optimizer.step()
+            assert not any(under_way[0])
+            optimizer.zero_grad()
+        state = optimizer.state_dict()
+        for call in (optimizer.state_dict, optimizer.finish_param_sync, partial(optimizer.load_state_dict, state)):
+            optimizer.param_sync.start_again()
+            assert any(gather.under_way for gather in optimizer.param_sync.gathers)
+            call()
+            assert not any(gather.under_way for gather in optimizer.param_sync.gathers)
+
+    simulate(on_each_rank, 2)
+
+
+def test_gathers_start_between_the_updates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each pass is followed by the gathers of all its buckets."""
+    log: list[tuple[str, ...]] = []
+    config = {"use_distributed_optimizer": True, "overlap_param_gather": True, "bucket_size": 32}
+
+    def on_each_rank() -> None:
+        optimizer = DistributedOptimizer(DistributedDataParallel(ByTurns(), DistributedDataParallelConfig(**config)))
+        loss_of(optimizer.model, make_batches(1)[0]).backward()
+        optimizer.model.finish_grad_sync()
+        update, start = optimizer._steps.update, ParamGather.start
+
+        def note_update(flats: Any, *args: Any) -> None:
+            if dist.get_rank() == 0:
+                log.append(("update", *(flat.bucket.name for flat in flats)))
+            update(flats, *args)
+
+        def note_start(gather: ParamGather, *args: Any, **options: Any) -> None:
+            if dist.get_rank() == 0:
+                log.append(("gather", gather.name))
+            start(gather, *args, **options)
+
+        monkeypatch.setattr(optimizer._steps, "update", note_update)
+        if dist.get_rank() == 0:
+            monkeypatch.setattr(ParamGather, "start", note_start)
+        optimizer.step()
+
+    simulate(on_each_rank, 2)
+    expected: list[tuple[str, ...]] = []
+    for each in log:
+        if each[0] == "update":
+            expected += [each, *(("gather", name) for name in reversed(each[1:]))]
+    assert [each for each, *_ in log].count("update") == 3 and len(log) > 3 + 3
+    assert log == expected
+
+
+def test_what_all_ranks_have_written_alike_is_not_gathered() -> None:
+    def on_each_rank() -> None:
+        config = {"use_distributed_optimizer": True, "overlap_param_gather": True}
+        ddp = DistributedDataParallel(make_model(), DistributedDataParallelConfig(bucket_size=32, **config))
+        optimizer = DistributedOptimizer(ddp)
+        timeline = {whole: [] for whole in (True, False)}
+        for whole, started in timeline.items():
+            for gather in optimizer.param_sync.gathers:
+                vars(gather)["start"] = lambda *args, name=gather.name, start=gather.start, to=started, **options: (
+                    to.append(name),
+                    start(*args, **options),
+                )
+            optimizer.mark_loaded(whole=whole)
+            assert not any(gather.under_way for gather in optimizer.param_sync.gathers)
+            for gather in optimizer.param_sync.gathers:
+                del vars(gather)["start"]
+        assert timeline[True] == []
+        assert timeline[False] == [gather.name for gather in optimizer.param_sync.gathers]
+
+    simulate(on_each_rank, 2)
+
+
+class Reads(TorchDispatchMode):
+    """Counts how often the host reads a number of the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("config", [{}, {"use_distributed_optimizer": True, "overlap_param_gather": True}], ids=str)
+def test_the_host_looks_once_a_step_whether_to_skip_it(config: dict[str, Any]) -> None:
+    """Where no fused kernel skips: however many buckets there are, and whatever is gathered under their updates."""
+
+    def on_each_rank() -> int:
+        ddp = DistributedDataParallel(make_model(), DistributedDataParallelConfig(bucket_size=32, **config))
+        optimizer = DistributedOptimizer(ddp, optimizer_class=torch.optim.SGD, foreach=True, skip_nonfinite=True)
+        loss_of(ddp, make_batches(1)[0]).backward()
+        with Reads() as reads:
+            optimizer.step()
+        return reads.count
+
+    assert simulate(on_each_rank, 2) == [1, 1]
 
 
 def tokens_are_missing() -> str:

@@ -1,5 +1,6 @@
 """The plan of gradient memory: properties over random models, and a few exact numbers."""
 
+import dataclasses
 import itertools
 import math
 
@@ -64,6 +65,7 @@ def test_every_plan_is_sound(specs: list[ParamSpec], degree: int, bucket_numel: 
     assert [bucket.index for bucket in plan.buckets] == list(range(len(plan.buckets)))
 
     for buffer in plan.buffers:
+        assert [bucket.index for bucket in buffer.buckets] == sorted(bucket.index for bucket in buffer.buckets)
         position = 0
         for bucket in buffer.buckets:
             assert bucket.start == position
@@ -130,6 +132,13 @@ def test_delayed_buckets_come_last_and_tied_embeddings_alone() -> None:
     assert names(plan_gradients(specs)) == [["b"], ["tied"], ["a", "c"]]
 
 
+def test_stacks_of_matrices_and_others_share_no_bucket() -> None:
+    stack = dataclasses.replace(spec("experts", 4, 8, 8), atom=64, matrices=True)
+    plan = plan_gradients([spec("a", 4), stack, spec("b", 4)], shard_degree=2)
+    assert names(plan) == [["experts"], ["a", "b"]]
+    assert [bucket.keeps_matrices_whole for bucket in plan.buckets] == [True, False]
+
+
 def test_the_default_bucket_grows_with_the_ranks() -> None:
     assert default_bucket_numel(8) == 40_000_000
     assert default_bucket_numel(1024) == 1_024_000_000
@@ -139,6 +148,9 @@ def test_the_default_is_that_of_the_buffers_ranks() -> None:
     specs = [spec(f"{index}", 1_000_000) for index in range(50)]
     assert len(plan_gradients(specs).buckets) == 2
     assert len(plan_gradients(specs, shard_degree=60).buckets) == 1
+    experts = [dataclasses.replace(each, name=f"e{each.name}", grid_name="expert") for each in specs]
+    plan = plan_gradients([*specs, *experts], shard_degree={"dense": 60, "expert": 1})
+    assert {buffer.grid_name: len(buffer.buckets) for buffer in plan.buffers} == {"dense": 1, "expert": 2}
 
 
 def test_whole_parameters_keep_their_matrices_whole() -> None:

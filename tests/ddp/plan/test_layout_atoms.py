@@ -193,6 +193,14 @@ def test_parameters_that_may_be_cut_lie_across_borders() -> None:
     assert plan.numel == 4 * 1280
 
 
+def test_parameters_are_aligned_where_borders_are_not() -> None:
+    """A sixteenth of a bucket is a multiple of 8."""
+    for first, second, at, shard_numel in (((150, 30), (576, 72), [704, 0], 216), ((5, 1), (144, 72), [0, 576], 72)):
+        specs = [spec("first", first[0], atom=first[1]), spec("second", second[0], atom=second[1])]
+        plan = plan_gradients(specs, shard_degree=16)
+        assert (list(starts(plan).values()), plan.numel) == (at, 16 * shard_numel)
+
+
 def test_experts_on_other_ranks_have_borders_of_their_own() -> None:
     specs = [spec("dense", 6, 192, atom=192), spec("expert", 5, 320, atom=320, grid_name="expert")]
     plan = plan_gradients(specs, shard_degree={"dense": 4, "expert": 2})

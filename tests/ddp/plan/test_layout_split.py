@@ -59,9 +59,10 @@ def test_rows_of_two_widths_apart() -> None:
     # A twelfth is 1157: two rows of both widths' common multiple, 960. Apart two rows of 320 and three of 192 do.
     specs = [spec("wide", 24, 320, atom=320), spec("narrow", 32, 192, atom=192), spec("bias", 64)]
     assert plan_gradients(specs, shard_degree=12).numel == 12 * 1920
-    plan = plan_gradients(specs, shard_degree=12, max_atom_padding=0.06)
-    assert [[slot.spec.name for slot in bucket.slots] for bucket in plan.buckets] == [["wide"], ["narrow", "bias"]]
-    assert [bucket.numel for bucket in plan.buckets] == [12 * 640, 12 * 576]
+    for most in (0.06, 0.0):
+        plan = plan_gradients(specs, shard_degree=12, max_atom_padding=most)
+        assert [[slot.spec.name for slot in bucket.slots] for bucket in plan.buckets] == [["wide"], ["narrow", "bias"]]
+        assert [bucket.numel for bucket in plan.buckets] == [12 * 640, 12 * 576]
 
 
 def test_what_ends_at_multiples_for_bus_bandwidth_is_not_split_for_less() -> None:
@@ -81,3 +82,20 @@ def test_one_bucket_where_two_or_three_gain_nothing() -> None:
     ]
     assert sum(bounds[:-1]) == bounds[-1]
     assert split(numels, atoms, 16, 8, 0.05) == [[0, 1, 2, 3, 4]]
+
+
+def test_what_is_joined_for_less_padding_is_joined_no_further_for_more() -> None:
+    numels, atoms = [960, 1280, 1152], [320, 160, 192]
+    both, third, everything = (
+        12 * least_shard_numel([numels[i] for i in group], [atoms[i] for i in group], 12, 8)
+        for group in ([0, 1], [2], range(3))
+    )
+    assert 1.5 * sum(numels) < both + third < everything, "more than is allowed either way"
+    assert split(numels, atoms, 12, 8, 0.5) == [[0, 1], [2]]
+
+
+def test_of_many_atoms_the_finest_stay_together() -> None:
+    """Thirteen: the coarsest eleven are tried apart."""
+    numels = [171, 147, 294, 504, 140, 185, 120, 63, 180, 280, 174, 288, 168]
+    atoms = [57, 49, 42, 56, 28, 37, 40, 21, 45, 35, 58, 36, 24]
+    assert split(numels, atoms, 16, 8, 0.05) == [[3], [0, 1, 2, *range(4, 13)]]

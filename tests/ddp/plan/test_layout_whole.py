@@ -156,12 +156,49 @@ def test_rows_of_equal_parameters_have_no_padding() -> None:
     ] == [1024, 1024, 256, 1024, 1024, 256]
 
 
+def test_rows_are_as_long_as_their_parameters_have_shards() -> None:
+    specs = [spec(f"{grid_name}{index}", 128, grid_name=grid_name) for index in range(4) for grid_name in ("e", "d")]
+    plan = plan_gradients(specs, shard_degree={"e": 2, "d": 4}, bucket_numel=1, keep_params_whole=True)
+    assert {buffer.grid_name: [len(b.slots) for b in buffer.buckets] for buffer in plan.buffers} == {
+        "e": [2, 2],
+        "d": [4],
+    }
+
+
+def test_rows_that_share_a_bucket_come_as_backward_reaches_them() -> None:
+    specs = [spec(name, numel) for name, numel in (("a", 256), ("b", 64), ("c", 256), ("d", 64))]
+    (bucket,) = plan_gradients(specs, shard_degree=2, keep_params_whole=True).buckets
+    assert [slot.spec.name for slot in bucket.slots] == ["a", "b", "c", "d"]
+    assert (bucket.padding, len({shard_of(bucket, slot) for slot in bucket.slots[::2]})) == (0, 2)
+
+
 def test_small_rows_fill_the_gaps_of_the_rest() -> None:
     """Six large matrices on four ranks: the two that are no row leave two ranks, which get the row of small ones."""
     params = [Whole(400, 400.0)] * 6 + [Whole(200, 200.0)] * 4
     assert rows_of(params, 1, 4) == [[0, 1, 2, 3], [4, 5, 6, 7, 8, 9]]
     even = [Whole(400, 400.0)] * 8 + [Whole(200, 200.0)] * 4
     assert rows_of(even, 1, 4) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+
+
+def test_rows_come_in_the_order_in_which_backward_completes_them() -> None:
+    sizes = {"a": 128, "b": 64, "c": 128}
+    assert rows_of([Whole(size, float(size)) for size in sizes.values()], 128, 2) == [[1], [0, 2]]
+    plan = plan_gradients(
+        [spec(*each) for each in sizes.items()], shard_degree=2, bucket_numel=64, keep_params_whole=True
+    )
+    assert [[slot.spec.name for slot in bucket.slots] for bucket in plan.buckets] == [["b"], ["a", "c"]]
+
+
+def test_small_buckets_of_the_rest_take_in_what_makes_their_shards_even() -> None:
+    """The last one, 256, has its shard beside two of 128."""
+    params = [Whole(size, float(size)) for size in (64, 64, 128, 128, 256)]
+    assert rows_of(params, 1, 2) == [[0, 1], [2, 3, 4]]
+
+
+def test_where_no_rank_has_room_the_costliest_pile_goes_to_the_rank_that_has_least() -> None:
+    """Dealt by costs, 256 finds no room beside the others."""
+    assert deal([256, 128, 64], [1.0, 9.0, 7.0], [9.0, 1.0]) == [0, 1, 1]
+    assert deal([256, 128, 64], [1.0, 9.0, 7.0], [1.0, 9.0]) == [1, 0, 0]
 
 
 def test_balance_counts_all_buffers_of_a_group_and_no_other_group() -> None:
@@ -335,3 +372,9 @@ def test_each_buffer_has_so_many_buckets_and_those_apart_count() -> None:
 def test_delayed_and_undelayed_have_a_bucket_each_all_the_same() -> None:
     plan = plan_gradients([spec("a", 8), spec("b", 8, delayed=True), spec("c", 8)], num_buckets=1)
     assert [[slot.spec.name for slot in bucket.slots] for bucket in plan.buckets] == [["a", "c"], ["b"]]
+
+
+def test_buckets_of_delayed_parameters_count_where_they_come_between_others() -> None:
+    """Four in a row would make two buckets of two; three and one do not."""
+    plan = plan_gradients([spec(name, 128, delayed=name == "b") for name in "abcd"], num_buckets=2)
+    assert [[slot.spec.name for slot in bucket.slots] for bucket in plan.buckets] == [["a", "c", "d"], ["b"]]

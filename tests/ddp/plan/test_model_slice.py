@@ -43,7 +43,8 @@ def test_the_boxes_of_all_ranks_are_the_whole_in_the_order_of_local_elements(dim
 def test_copies_with_parts_of_a_gradient():
     found = slice_of_marks(_marked((6,), sequence_parallel=True), None)
     assert found == ModelSlice((6,), (Box((0,), (6,)),), None, None, "partial")
-    assert slice_of_marks(_marked((6,)), None).grad == "dense"
+    for unmarked in (_marked((6,)), _marked((6,), sequence_parallel=False, tensor_model_parallel=False)):
+        assert slice_of_marks(unmarked, None).grad == "dense"
 
 
 @pytest.mark.parametrize("marks", [{}, {"sequence_parallel": True}])
@@ -62,21 +63,25 @@ def test_an_uneven_cut_is_as_large_as_its_largest_slice():
 
 
 @pytest.mark.parametrize(
-    ("blocks", "local", "largest"),
+    ("blocks", "local", "is_uneven"),
     [
-        ([3, 3], [4, 2], 4),  # gate and up: the first rank has two rows of each
-        ([1, 2], [2, 1], 2),
-        ([4, 2], [3, 3], 3),  # q, and k and v of fewer heads
+        ([8], [2, 2, 2, 2], False),
+        ([7], [2, 2, 2, 1], True),
+        ([8, 8], [4, 4, 4, 4], False),
+        ([6, 6], [4, 4, 4, 0], True),  # 2, 2, 2 and none of each
+        ([8, 4], [3, 3, 3, 3], False),  # queries, and keys of fewer heads
+        ([1, 2, 1], [3, 1, 0, 0], True),  # the second rank has as much as a mean rank
     ],
 )
-def test_each_block_of_a_packed_weight_is_cut(blocks, local, largest):
+def test_each_block_of_a_packed_weight_is_cut(blocks, local, is_uneven):
     def cut():
         group = torch.distributed.group.WORLD
-        found = slice_of_blocks((sum(blocks), 2), 0, blocks, group, group.rank())
-        return found.local_shape, found.largest_shape, found.is_uneven
+        found = slice_of_blocks((sum(blocks),), 0, blocks, group, group.rank())
+        return found.local_shape[0], found.largest_shape[0], found.is_uneven
 
-    uneven = largest * 2 != sum(blocks)
-    assert simulate(cut, 2) == [((rows, 2), (largest, 2), uneven) for rows in local]
+    assert simulate(cut, 4) == [(rows, max(local), is_uneven) for rows in local]
+    alone = slice_of_blocks((sum(blocks),), 0, blocks, None, 0)
+    assert (alone.largest_shape, alone.is_uneven) == ((sum(blocks),), False)
 
 
 def test_what_is_said_of_a_parameter_fits_it():

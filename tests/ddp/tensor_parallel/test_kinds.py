@@ -149,6 +149,7 @@ def at_a_degree_of_one(given: str) -> tuple[list[str], float]:
     model = CutModel()
     model.head.weight.tensor_model_parallel = True
     model.head.bias.sequence_parallel = True
+    model.register_buffer("first_row", torch.zeros(1))
     tp = WORLD_OF_ONE if given == "world of one" else mesh["tp"]
     wrapper = DistributedDataParallel(model, process_group=mesh["dp"], tensor_parallel_group=tp)
     loss_of(wrapper, 0).backward()
@@ -260,6 +261,13 @@ def marks_an_uneven_cut() -> str:
     return refusal(lambda: wrap(cut(CutModel(7), ranks.tp.get_group()), ranks))
 
 
+def forgets_embedding_group() -> str:
+    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("pp", "dp", "tp"))
+    model = cut(CutModel(), mesh["tp"].get_group())
+    model.head.weight.shared_embedding = True
+    return refusal(lambda: DistributedDataParallel(model, process_group=mesh["dp"], tensor_parallel_group=mesh["tp"]))
+
+
 def marks_partial_on_one_rank() -> str:
     ranks = ranks_of_mesh(FOUR)
     model = cut(CutModel(), ranks.tp.get_group())
@@ -309,6 +317,10 @@ def layers_over_other_ranks() -> str:
         model.blocks[0].up.tp_group = ranks.dp.get_group()
     models[0].blocks[0].up.tensor_parallel_members = dist.get_process_group_ranks(ranks.tp.get_group())
     wrap(models[0], ranks)
+    told = cut(CutModel(), ranks.tp.get_group(), marks=False)  # by its slices alone
+    told.blocks[0].up.tp_group = ranks.dp.get_group()
+    told.blocks[0].up.weight.tensor_model_parallel = True
+    refusal(lambda: DistributedDataParallel(told, process_group=ranks.dp))
     return refusal(lambda: wrap(models[1], ranks))
 
 
@@ -381,6 +393,7 @@ REFUSED = {
     an_odd_stride_on_one_rank: ("partition_stride = 4 does not divide the 6 rows", "on rank 3"),
     norms_of_heads: ("'q_layernorm.weight' norms the heads", "set sequence_parallel = True on it"),
     layers_over_other_ranks: ("layer 'blocks.0.up' is cut over ranks", "pass the layers' group"),
+    forgets_embedding_group: ("'head.weight' has shared_embedding = True", "those ranks as embedding_group"),
     marks_partial_on_one_rank: ("differs between ranks", "'head.bias'"),
     muon_over_slices: ("Muon updates whole parameters", "slices of '0.weight'"),
     experts_of_unknown_ranks: ("say which ranks hold the same experts", "WORLD_OF_ONE"),

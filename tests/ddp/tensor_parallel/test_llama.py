@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from parallel_llama import Llama, assert_grads, batch, full, llama, make_mesh, parallelize, plain_grads, whole_grads
+from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -22,6 +23,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.utils.checkpoint import checkpoint
 
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
+from maingrad.ddp.plan.model_slice import model_slice_of
 from maingrad.fsdp import fully_shard
 from maingrad.launch.simulation.simulate import simulate
 from maingrad.te_integration import WgradQueue, convert_linears, delayed_wgrad
@@ -223,9 +225,10 @@ def wrong_state() -> None:
     model = make("tp", "tp first", mesh)
     DistributedDataParallel(model, process_group=mesh["dp"])
     state = {name: full(value).clone() for name, value in model.state_dict().items()}
-    state["head.weight"] = state["head.weight"][:32]
-    with pytest.raises(RuntimeError, match=r"size mismatch for head.weight: \[32, 16\]"):
-        model.load_state_dict(state)
+    head = state["head.weight"]
+    for wrong, shape in ((head[:32], r"\[32, 16\]"), (head.t(), r"\[16, 64\]")):
+        with pytest.raises(RuntimeError, match=f"size mismatch for head.weight: {shape}"):
+            model.load_state_dict({**state, "head.weight": wrong})
 
 
 def test_a_slice_is_no_state_of_the_whole() -> None:
@@ -288,6 +291,15 @@ def test_a_cut_behind_the_wrapper_is_refused(wrap: Callable[[Llama, Any], Any], 
 # ---- Optimizers. ----
 
 
+def groups_of(model: nn.Module) -> list[dict[str, Any]]:
+    """Slices are in the second one."""
+    params = [*model.parameters()]
+    return [
+        {"params": [each for each in params if each.dim() == 1], "weight_decay": 0.0},
+        {"params": [each for each in params if each.dim() > 1]},
+    ]
+
+
 def resumed(path: Path, full_state: bool) -> None:
     """AdamW by torch's functions: saved after two steps, and loaded into other ranks' slices of another model."""
     options = StateDictOptions(full_state_dict=full_state)
@@ -295,7 +307,7 @@ def resumed(path: Path, full_state: bool) -> None:
     for seed in (0, 1):
         model = make("tp and sequence", "tp first", mesh, seed=seed)
         wrapped = DistributedDataParallel(model, process_group=mesh["dp"])
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        optimizer = torch.optim.AdamW(groups_of(model), lr=0.01)
         for step in range(2 - seed):
             one_step(wrapped, optimizer, step, mesh)
         weights, state = get_state_dict(model, optimizer, options=options)
@@ -336,14 +348,20 @@ def given_before_the_first_step() -> None:
     for seed in (0, 1):
         model = make("tp", "tp first", mesh, seed=seed)
         wrapped = DistributedDataParallel(model, process_group=mesh["dp"])
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        optimizer = torch.optim.SGD(groups_of(model), lr=0.01, momentum=0.9)
         if seed:
             optimizer.load_state_dict(states[0])
         one_step(wrapped, optimizer, seed, mesh)
         states.append(optimizer.state_dict())
         for param in model.parameters():
             assert type(optimizer.state[param]["momentum_buffer"]) is torch.Tensor
-    assert isinstance(states[1]["state"][0]["momentum_buffer"], DTensor)
+    optimizer.load_state_dict(states[0])
+    of_slices = [each for each in states[0]["state"].values() if isinstance(each["momentum_buffer"], DTensor)]
+    assert len(of_slices) == sum(model_slice_of(param) is not None for param in model.parameters()), (
+        "it stays as it was"
+    )
+    last = max(states[1]["state"])
+    assert isinstance(states[1]["state"][last]["momentum_buffer"], DTensor)
 
 
 @pytest.mark.in_turn

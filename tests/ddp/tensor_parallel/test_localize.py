@@ -22,6 +22,7 @@ from parallel_llama import (
 )
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -33,7 +34,7 @@ from torch.distributed.tensor.parallel import (
 
 from maingrad.ddp import DistributedDataParallel
 from maingrad.ddp.plan.model_slice import model_slice_of
-from maingrad.ddp.plan.tensor_parallel.localize import is_one_slice, localize, whole_while
+from maingrad.ddp.plan.tensor_parallel.localize import is_one_slice, localize, ranks_told, whole_while
 from maingrad.fsdp import fully_shard
 from maingrad.launch.simulation.simulate import SimulatedRankError, simulate
 from maingrad.te_integration import LayerNormLinear, Linear, LinearCrossEntropy, convert_linears, unconvert
@@ -182,7 +183,8 @@ def test_an_optimizer_of_before_wrapping_is_refused(wrapper: str) -> None:
     def on_each_rank() -> None:
         mesh = make_mesh(2, 2)
         model = parallelize(llama(), mesh["tp"], sequence=True)
-        before = torch.optim.SGD(model.parameters(), lr=0.1)
+        own = {"params": [nn.Parameter(torch.zeros(1))]}  # of a head that nobody has cut
+        before = torch.optim.SGD([own, {"params": [*model.parameters()]}], lr=0.1)
         if wrapper == "ddp":
             wrapped: Any = DistributedDataParallel(model, process_group=mesh["dp"])
         else:
@@ -193,6 +195,55 @@ def test_an_optimizer_of_before_wrapping_is_refused(wrapper: str) -> None:
         torch.optim.SGD(model.parameters(), lr=0.1).step()
 
     simulate(on_each_rank, 4)
+
+
+def test_a_forward_that_fails_leaves_local_parameters() -> None:
+    class Failing(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            assert isinstance(self.weight, DTensor)
+            raise KeyError("out of memory, perhaps")
+
+    def on_each_rank() -> None:
+        layer = Failing(6, 6)
+        layer.weight = distributed(layer.weight, make_mesh(1, 2)["tp"], Shard(0))
+        weight = localize(layer).weight
+        with pytest.raises(KeyError, match="perhaps"):
+            layer(torch.ones(1, 6))
+        assert layer.weight is weight and type(weight) is nn.Parameter
+
+    simulate(on_each_rank, 2)
+
+
+def test_the_ranks_are_those_of_the_first_that_tells() -> None:
+    """What is given, a DTensor, or a slice of an earlier call."""
+
+    def on_each_rank() -> None:
+        mesh = make_mesh(2, 2)
+        tp, dp = mesh["tp"].get_group(), mesh["dp"].get_group()
+        layer = nn.Linear(6, 6)
+        assert ranks_told(layer, None) is None
+        layer.bias = distributed(layer.bias, mesh["tp"], Shard(0))
+        for _ in range(2):
+            assert ranks_told(layer, None) is tp
+            assert ranks_told(layer, dp) is dp
+            assert ranks_told(layer, mesh["dp"]) is dp
+            localize(layer)
+        on_two_dims(layer, mesh)
+        assert ranks_told(layer, None) is tp
+        assert not is_one_slice(layer.weight)
+
+    simulate(on_each_rank, 4)
+
+
+def test_what_torchs_fully_shard_has_made_inside_stays() -> None:
+    def on_each_rank() -> None:
+        model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+        torch_fully_shard(model[1], mesh=init_device_mesh("cpu", (2,)))
+        assert isinstance(localize(model)[1].weight, DTensor)
+        with pytest.raises(ValueError, match=r"'1.weight' is a DTensor \(torch.distributed.fsdp.fully_shard"):
+            DistributedDataParallel(model)
+
+    simulate(on_each_rank, 2)
 
 
 def test_a_tie_over_two_units_is_refused() -> None:
@@ -436,16 +487,19 @@ def test_slices_get_their_parts_of_whole_initial_values() -> None:
         for name in ("weight", "bias"):
             setattr(layer, name, distributed(getattr(layer, name), mesh, Shard(0)))
             assert is_one_slice(getattr(layer, name))
+        layer.register_buffer("scale", distribute_tensor(torch.zeros(4), mesh, [Shard(0)]))
         localize(layer)
         assert not is_one_slice(layer.weight)
         weight, bias, given = layer.weight, layer.bias, layer.bias.detach().clone()
-        with whole_while(layer, ["weight"], lambda part, shape: torch.empty(shape, dtype=part.dtype)):
+        with whole_while(layer, ["weight", "scale"], lambda part, shape: torch.empty(shape, dtype=part.dtype)):
             assert layer.weight.shape == (4, 2)
             assert isinstance(layer.weight, nn.Parameter)
             assert layer.bias is bias
             with torch.no_grad():
                 layer.weight.copy_(torch.arange(8.0).view(4, 2))
+                layer.scale.copy_(torch.arange(4.0))
         assert layer.weight is weight
+        assert torch.equal(layer.scale, torch.arange(4.0).chunk(2)[dist.get_rank()])
         assert torch.equal(layer.bias, given)
         return weight.detach()
 

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 from parallel_llama import OLD_DTENSORS, make_mesh
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
@@ -93,6 +94,7 @@ def test_a_rule_writes_each_microbatch_into_main_grad(rule: str, bias: bool) -> 
 OTHERS = {
     "columns of a sequence part": (Shard(1), Shard(0), Shard(0)),
     "rows of a whole input": (Replicate(), Shard(1), Replicate()),
+    "rows of a part of the batch": (Shard(0), Shard(1), Replicate()),
     "a bias that is no part of the columns": (Replicate(), Shard(0), Replicate()),
     "copies of a part of the features": (Shard(2), Replicate(), Replicate()),
 }
@@ -120,7 +122,7 @@ def test_an_unconverted_layer_is_right_by_autograd(case: str) -> None:
 
 def test_a_slice_says_which_elements_of_the_whole_it_is() -> None:
     def elements(placement: Placement) -> list[int]:
-        mesh = make_mesh(1, 4)
+        mesh = make_mesh(1, dist.get_world_size())
         layer = plain_layer(False)
         index = torch.arange(K * N, dtype=torch.float32).view(N, K)
         layer.weight = nn.Parameter(distribute_tensor(index, mesh["tp"], [placement], src_data_rank=None))
@@ -131,11 +133,13 @@ def test_a_slice_says_which_elements_of_the_whole_it_is() -> None:
         parts = [index[tuple(map(slice, box.offsets, box.ends))] for box in held.boxes]
         expected = parts[0] if held.dim is None else torch.cat(parts, held.dim)
         assert torch.equal(layer.weight, expected)
+        assert torch.equal(layouts_of(layer)["weight"].local_part(index), expected)
         return [len(held.boxes), int(expected.numel())]
 
     assert simulate(elements, 4, Shard(0)) == [[1, 18], [1, 18], [1, 18], [1, 6]]
     assert simulate(elements, 4, Shard(1)) == [[1, 20], [1, 20], [1, 20], [1, 0]]
     assert simulate(elements, 4, _StridedShard(0, split_factor=2)) == [[2, 24], [2, 24], [2, 12], [2, 0]]
+    assert simulate(elements, 2, _StridedShard(1, split_factor=3)) == [[3, 30]] * 2
     assert simulate(elements, 4, Replicate()) == [[1, 60]] * 4
 
 

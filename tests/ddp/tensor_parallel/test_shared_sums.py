@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.checkpoint import checkpoint
 
 from maingrad.ddp import DistributedDataParallel
+from maingrad.launch import simulate
 from maingrad.te_integration import convert_linears
 from maingrad.te_integration.dense.products import Ranks
 
@@ -172,6 +173,27 @@ def nothing_kept() -> None:
 
 def test_an_input_is_kept_for_the_forward_of_its_module_alone() -> None:
     run_ranks(nothing_kept, 2)
+
+
+def forward_of_an_instance() -> None:
+    """Shared inputs are around a forward that a program has set on the module itself."""
+    mesh, model = make_mesh(1, 2), Attention()
+    calls: list[int] = []
+
+    def replaced(x: Tensor) -> Tensor:
+        calls.append(x.dim())
+        return Attention.forward(model, x)
+
+    model.forward = replaced  # type: ignore[method-assign]
+    convert_linears(model)
+    parallelize_module(model, mesh["tp"], PLAN)
+    wrapped = DistributedDataParallel(model, process_group=mesh["dp"], tensor_parallel_group=mesh["tp"])
+    wrapped(torch.randn(3, 8) * torch.ones(8, requires_grad=True)).square().sum().backward()
+    assert calls == [2]
+
+
+def test_a_forward_of_the_instance_runs() -> None:
+    simulate(forward_of_an_instance, 2)
 
 
 class Odd(Attention):

@@ -10,6 +10,7 @@ from parallel_llama import OLD_DTENSORS, assert_grads, full, make_mesh, whole_gr
 
 from maingrad.ddp import WORLD_OF_ONE, DistributedDataParallel, DistributedDataParallelConfig
 from maingrad.ddp.plan.model_slice import model_slice_of
+from maingrad.ddp.plan.tensor_parallel.localize import localize
 from maingrad.fsdp import fully_shard
 from maingrad.launch.simulation.simulate import simulate
 from maingrad.te_integration import convert_linears
@@ -67,6 +68,7 @@ def test_norms_of_queries_and_keys_have_partial_gradients() -> None:
         model = make("Qwen3")
         cut(model, mesh)
         loss_of(model, 0)
+        localize(model)
         DistributedDataParallel(model, process_group=mesh["dp"])
         for name, param in model.named_parameters():
             held = model_slice_of(param)

@@ -372,6 +372,16 @@ def test_a_wrapper_around_all_ranks_averages_what_is_to_be_summed(way: str) -> N
         assert "'norm.weight' has sequence_parallel = True" in text
 
 
+@pytest.mark.parametrize("mark", PARTIAL[1:])
+def test_megatron_sets_the_other_marks_where_nobody_has_copies_too(mark: str) -> None:
+    def on_each_rank() -> None:
+        model = Cut(0)
+        setattr(model.norm.weight, mark, True)
+        wrap("ddp", model)
+
+    simulate(on_each_rank, 2)
+
+
 def test_a_frozen_parameter_has_no_gradient_to_sum() -> None:
     def on_each_rank() -> None:
         dp, _ = groups()
