@@ -14,6 +14,8 @@ from maingrad.ddp import (
     Lion,
     add_grad,
 )
+from maingrad.ddp.optimizer.param_groups import IN_ONE_PASS
+from maingrad.ddp.optimizer.steps import _RULES
 
 SGD: dict[str, Any] = {"optimizer_class": torch.optim.SGD, "lr": 0.05, "weight_decay": 0.1}
 CLASSES: dict[str, dict[str, Any]] = {
@@ -185,6 +187,10 @@ def test_a_scaler_skips_on_the_device(kind: str) -> None:
 
 
 # ---- Lion alone. ----
+
+
+def test_each_class_of_one_pass_has_a_rule() -> None:
+    assert list(_RULES) == list(IN_ONE_PASS)
 
 
 @pytest.mark.parametrize("maximize", [False, True])
