@@ -1,4 +1,7 @@
-"""The command line. Heavy imports wait until the command is known, so that help and mistakes answer at once."""
+"""The command line. Heavy imports wait until the command is known, so that help and mistakes answer at once.
+
+A command reads its configuration, or the records of its runs, before it imports what trains.
+"""
 
 import dataclasses
 import difflib
@@ -8,7 +11,8 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -70,18 +74,18 @@ class Train:
     """with --dry-run: number of ranks; 1 if not given"""
 
     def run(self, flags: list[str], stop: StopRequest) -> int:
-        if self.dry_run:
-            from .plan.dry_run import dry_run, dry_run_tables
-
-            _print_tables(dry_run_tables(dry_run(_load(self.config, flags), self.ranks or 1)))
-            return 0
-        if self.ranks is not None:
+        if self.ranks is not None and not self.dry_run:
             raise ConfigError("--ranks goes with --dry-run; a run has as many ranks as torchrun starts")
-        from .training.runtime import let_kernels_start_beside_host_memory, process_group_from_env
-        from .training.train import train
-
-        let_kernels_start_beside_host_memory()
         config = _load(self.config, flags)
+        if self.dry_run:
+            with _importing():
+                from .plan.dry_run import dry_run, dry_run_tables
+            _print_tables(dry_run_tables(dry_run(config, self.ranks or 1)))
+            return 0
+        with _importing():
+            from .training.runtime import let_kernels_start_beside_host_memory, process_group_from_env
+            from .training.train import train
+        let_kernels_start_beside_host_memory()
         with process_group_from_env(config.train.device):
             result = train(config, stop=stop)
         return _finish(config, interrupted=result.interrupted, is_main=result.is_main)
@@ -99,10 +103,11 @@ class Plan:
     """number of ranks"""
 
     def run(self, flags: list[str], stop: StopRequest) -> int:
-        from .plan.plan import plan_run
-        from .plan.tables import plan_tables
-
-        _print_tables(plan_tables(plan_run(_load(self.config, flags), self.ranks)))
+        config = _load(self.config, flags)
+        with _importing():
+            from .plan.plan import plan_run
+            from .plan.tables import plan_tables
+        _print_tables(plan_tables(plan_run(config, self.ranks)))
         return 0
 
 
@@ -120,10 +125,10 @@ class Simulate:
     """order in which ranks take turns"""
 
     def run(self, flags: list[str], stop: StopRequest) -> int:
-        from .simulation.simulate import simulate
-        from .training.train import train
-
         config = _load(self.config, flags)
+        with _importing():
+            from .simulation.simulate import simulate
+            from .training.train import train
         config = dataclasses.replace(config, train=dataclasses.replace(config.train, device="cpu"))
         results = simulate(train, self.ranks, config, seed=self.schedule_seed, stop=stop)
         return _finish(config, interrupted=results[0].interrupted)
@@ -150,9 +155,9 @@ class Verify:
     """of everything random"""
 
     def run(self, flags: list[str], stop: StopRequest) -> int:
-        from .verification.program import load_arguments
-        from .verification.verify import verify
-
+        with _importing():
+            from .verification.program import load_arguments
+            from .verification.verify import verify
         options = [field for field in dataclasses.fields(self) if field.name != "target"]
         given = {each.name: getattr(self, each.name) for each in options if getattr(self, each.name) != each.default}
         try:
@@ -183,11 +188,11 @@ class Report:
     def run(self, flags: list[str], stop: StopRequest) -> int:
         if not self.runs:
             raise ConfigError("report takes folders of runs; got none")
-        from .report.run_folder import read_runs
-
-        runs = read_runs(self.runs)  # a refusal comes before matplotlib
-        from .report.page import print_report, write_page
-
+        with _importing():
+            from .report.run_folder import read_runs
+        runs = read_runs(self.runs)
+        with _importing():
+            from .report.page import print_report, write_page
         folder = self.runs[0] if len(self.runs) == 1 else self.out_dir
         print(write_page(runs, self.page or folder / "report.html", peak_tflops=self.peak_tflops))
         for run in self.runs:
@@ -299,25 +304,22 @@ def _parse(arguments: list[str]) -> tuple[_Command, list[str]]:
 
 def _run(command: _Command, flags: list[str], stop: StopRequest) -> int:
     """Run the command. Mistakes that the user can mend are one line, without a traceback."""
-    # Imports make 350,000 objects that stay, and collections among them took 1.4 of 3.6 seconds.
-    gc.disable()
     try:
-        from ..ddp import CollectiveError
-        from .data.batches import DataError
-        from .simulation.simulate import SimulatedRankError
-    finally:
-        gc.enable()
-    try:
-        try:
-            return command.run(flags, stop)
-        except SimulatedRankError as error:  # a mistake on a simulated rank is answered like a mistake on a real rank
-            if isinstance(error.__cause__, ConfigError | DataError | CollectiveError):
-                raise error.__cause__ from None
-            raise
-    except (ConfigError, DataError) as error:
+        return command.run(flags, stop)
+    except ConfigError as error:
         return _end(error, _USAGE_ERROR)
-    except CollectiveError as error:  # another rank is gone; this rank has nothing else to report
-        return _end(error, 1)
+    except Exception as error:
+        from ..ddp import CollectiveError
+        from .data.tokens import DataError
+        from .simulation.simulate import SimulatedRankError
+
+        # A mistake on a simulated rank is answered like a mistake on a real rank.
+        mistake = error.__cause__ if isinstance(error, SimulatedRankError) else error
+        if isinstance(mistake, ConfigError | DataError):
+            return _end(mistake, _USAGE_ERROR)
+        if isinstance(mistake, CollectiveError):  # another rank is gone; this rank has nothing else to report
+            return _end(mistake, 1)
+        raise
 
 
 def _end(error: Exception, status: int) -> int:
@@ -348,9 +350,19 @@ def _say(error: object, status: int) -> int:
     return status
 
 
-def _load(path: Path, flags: list[str]) -> "Config":
-    from .config.file import load_config
+@contextmanager
+def _importing() -> Iterator[None]:
+    """Imports make 350,000 objects that stay, and collections among them took 1.4 of 3.6 seconds."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
+
+def _load(path: Path, flags: list[str]) -> "Config":
+    with _importing():
+        from .config.file import load_config
     return load_config(path, flags)
 
 

@@ -167,6 +167,8 @@ NAMES = {
 }
 """Of ``maingrad`` itself. Where two folders have the name, it is that of the folder named first above."""
 
+LIBRARY = [name for name in PUBLIC if name != "maingrad.launch"]
+
 # One iteration with everything in it that the core offers: a fused layer, an unfused one, two microbatches, a step.
 FUSED_STEP = """
 import torch
@@ -237,6 +239,11 @@ sys.meta_path[:] = [Without(finder) for finder in sys.meta_path]
     return subprocess.run([sys.executable, "-P", "-c", preamble + code], capture_output=True, text=True)
 
 
+def of_all(*rooms: str) -> str:
+    """Code that imports all public names of ``rooms``."""
+    return "; ".join(f"from {room} import *" for room in rooms)
+
+
 def test_the_root_module_imports_nothing_of_the_library() -> None:
     """pytest loads it under other names, so a relative import there would load the library twice."""
     tree = ast.parse((ROOT / "__init__.py").read_text())
@@ -262,6 +269,17 @@ def test_type_checkers_see_the_names_of_the_root() -> None:
     tree = ast.parse((ROOT / "__init__.py").read_text())
     (shown,) = (node for node in tree.body if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))
     assert {alias.name for node in shown.body for alias in node.names} == NAMES
+
+
+@pytest.mark.parametrize("room", ["ddp", "launch"])
+def test_type_checkers_see_the_names_that_a_room_loads_when_asked(room: str) -> None:
+    tree = ast.parse((ROOT / room / "__init__.py").read_text())
+    (shown,) = (node for node in tree.body if isinstance(node, ast.If))
+    homes = {alias.name: node.module for node in shown.body for alias in node.names}
+    loaded = importlib.import_module(f"maingrad.{room}")
+    assert homes == loaded._HOMES and set(homes) == PUBLIC[f"maingrad.{room}"]
+    with pytest.raises(AttributeError, match=f"module 'maingrad.{room}' has no attribute 'paralelize'"):
+        loaded.paralelize  # noqa: B018
 
 
 ROOT_ALONE = """
@@ -365,9 +383,8 @@ def test_every_room_has_its_names_pinned() -> None:
 @pytest.mark.slow
 def test_the_library_loads_nothing_of_launch() -> None:
     """Not even where it is installed. Only what our own import adds is looked at."""
-    rooms = ", ".join(name for name in PUBLIC if name != "maingrad.launch")
     before = "import sys, torch, torch._dynamo; before = set(sys.modules)"
-    done = outside(f"{before}; import {rooms}; print(*(set(sys.modules) - before))")
+    done = outside(f"{before}; {of_all(*LIBRARY)}; print(*(set(sys.modules) - before))")
     assert done.returncode == 0, done.stderr
     loaded = {name.partition(".")[0] for name in done.stdout.split()}
     assert not loaded & set(LAUNCH_ONLY)
@@ -377,14 +394,13 @@ def test_the_library_loads_nothing_of_launch() -> None:
 @pytest.mark.slow
 def test_wrapping_loads_no_checkpoint_of_torchs() -> None:
     """A torch without torch.distributed has none, and others take a quarter of a second for it."""
-    rooms = ", ".join(name for name in PUBLIC if name != "maingrad.launch")
-    done = outside(f"import {rooms}; print('torch.distributed.checkpoint' in sys.modules)")
+    done = outside(f"import sys; {of_all(*LIBRARY)}; print('torch.distributed.checkpoint' in sys.modules)")
     assert done.stdout == "False\n", done.stderr
 
 
 @pytest.mark.in_turn
 def test_imports_under_another_default_device() -> None:
-    done = outside("import torch; torch.set_default_device('meta'); import maingrad.ddp, maingrad.fsdp")
+    done = outside(f"import torch; torch.set_default_device('meta'); {of_all('maingrad.ddp', 'maingrad.fsdp')}")
     assert done.returncode == 0, done.stderr
 
 

@@ -13,6 +13,7 @@ from ..torch_grads.muon import Muon
 from ..torch_grads.optimizer import PER_PARAMETER
 
 __all__ = [
+    "IN_ONE_PASS",
     "ClassGroups",
     "assign_groups",
     "check_matrices",
@@ -31,6 +32,8 @@ __all__ = [
 
 _FUSED = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)
 """Classes with a fused kernel, which divides by ``grad_scale`` and skips by ``found_inf`` on the device."""
+IN_ONE_PASS = (*_FUSED, Lion)
+"""Classes whose steps can run in one pass over memory: ``steps.py`` has the rule of each."""
 _ELEMENTWISE = (
     *_FUSED,
     torch.optim.Adadelta,

@@ -22,8 +22,8 @@ from ...kernels.optimizer.reference import join_master, split_master
 from .flat_params import FlatBucket, ParamSlice, Segment
 from .host_state import HostState, Member
 from .moment_blocks import MomentBlocks, scale_key
+from .param_groups import IN_ONE_PASS
 from .steps import (
-    IN_ONE_PASS,
     MASTER,
     MOMENTS,
     REMAINDER,

@@ -27,7 +27,6 @@ from .moment_blocks import MomentBlocks, scale_key
 from .param_groups import is_fused
 
 __all__ = [
-    "IN_ONE_PASS",
     "MASTER",
     "MOMENTS",
     "REMAINDER",
@@ -79,8 +78,7 @@ _RULES: dict[type, _Rule] = {
     torch.optim.SGD: _Rule(SGDUpdate, MOMENTS[2:], _sgd_options),
     Lion: _Rule(LionUpdate, MOMENTS[:1], _lion_options),
 }
-IN_ONE_PASS = tuple(_RULES)
-"""Classes whose steps can run in one pass."""
+"""The rule of each class of ``IN_ONE_PASS``."""
 
 
 def _decays_otherwise(cls: type, groups: Iterable[Mapping[str, Any]]) -> bool:

@@ -12,7 +12,7 @@ parallel    what ranks hold, and what they send
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from ...fsdp import PLACEMENTS, Placement, Placements
+from ...ddp.collectives.reduction import PLACEMENTS, Placement, Placements
 from .ddp import FULLY_SHARDED, Parallel
 from .table import Count, Table, require_defaults
 

@@ -6,8 +6,7 @@ from typing import Annotated, Any, Literal
 
 import torch
 
-from ...ddp.optimizer.param_groups import is_elementwise, is_of_torch
-from ...ddp.optimizer.steps import IN_ONE_PASS
+from ...ddp.optimizer.param_groups import IN_ONE_PASS, is_elementwise, is_of_torch
 from ...ddp.torch_grads.lion import Lion
 from ...ddp.torch_grads.muon import Muon
 from ...ddp.torch_grads.muon_groups import MuonGroups, muon_groups
@@ -171,11 +170,14 @@ class OptimizerConfig(Table):
         return sum(isinstance(value, torch.Tensor) and value.shape == matrix.shape for value in state)
 
     def _check_options(self) -> None:
-        """The class says itself which arguments and values it takes: it is made once."""
+        """The class says itself which further arguments and values it takes: it is made once."""
         name, arguments = self.optimizer_class.__name__, inspect.signature(self.optimizer_class).parameters
         self.require("weight_decay" in arguments or not self.weight_decay, "weight_decay", f"{name} has none: set 0.0")
         for key in _OWN_KEYS.get(self.name, ()):
             require(key not in self.options, f"optimizer.options.{key}", self.options.get(key), f"set optimizer.{key}")
+        if not self.options:
+            # The keys' ranges are those of the classes. Torch imports its compiler to make an optimizer.
+            return
         try:
             matrix = torch.nn.Parameter(torch.zeros(1, 1))
             self.optimizer_class([matrix], lr=self.lr, **self.class_options)  # type: ignore[call-arg]

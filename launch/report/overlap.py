@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..training.recording import OPTIMIZER_PHASE
+from ..training.metrics import OPTIMIZER_PHASE
 from .intervals import Interval, clip, length, union, without
 
 __all__ = ["BucketTimes", "bucket_times", "chrome_trace", "computing", "hidden_share", "overlap_lines"]

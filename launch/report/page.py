@@ -14,6 +14,7 @@ from ..data.replacing import replacing
 from ..plan.tables import format_bytes
 from ..training.watching.progress import format_duration, format_rate
 from .curves import RUN_COLOURS, apart, draw_curves, draw_loss
+from .derived import derive
 from .drawing import save, svg
 from .overlap import chrome_trace, hidden_share, overlap_lines
 from .run_folder import Point, RunFolder, read_runs
@@ -52,7 +53,7 @@ def write_page(runs: Sequence[RunFolder], target: Path, *, peak_tflops: float | 
     if peak_tflops is not None and not 0 < peak_tflops < float("inf"):
         raise ConfigError(f"--peak-tflops {peak_tflops}: must be positive")
     for run in runs:
-        run.derive(peak_tflops)
+        derive(run, peak_tflops)
     drawn = {"loss": draw_loss(runs)}
     for key, (_, unit) in _CURVES.items():
         drawn[key] = draw_curves([run.points(key) for run in runs], unit)

@@ -7,18 +7,19 @@ and the line. A folder may be a stranger's: no value in it raises anything but `
 import json
 import reprlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any, get_type_hints
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 from ...ddp.checkpoint.files.whole_file import open_small_file
 from ..config.file import flat, structure_of_run
 from ..config.run import Config, ConfigError
-from ..plan.model_flops import flops_per_token, peak_tflops
-from ..plan.plan import RunPlan, plan_run
 from ..training.metrics import SPANS, numbered_records
 from .overlap import BucketTimes, bucket_times, hidden_share
+
+if TYPE_CHECKING:
+    from ..plan.plan import RunPlan
 
 __all__ = ["Point", "Record", "RunFolder", "plain", "read_runs"]
 
@@ -27,7 +28,6 @@ Point = tuple[int, float | None]
 """Step and value; None: no number was recorded, and a curve has a gap."""
 
 _MOST_BYTES = 2**24
-_MOST_RANKS = 65_536  # a plan of more is not made
 _LARGEST = {int: 2**53, float: 3.5e38}
 """Sums and axes of numbers that are much larger than the largest one of fp32 overflow."""
 _ALL_NUMBERS = ("step", "validation")
@@ -37,7 +37,7 @@ _NUMBERS = {"step", "world_size", "num_parameters", "seconds", "bigram_loss", "n
 
 
 class RunFolder:
-    """One run. What ``derive`` finds is None before, and where it is not known.
+    """One run. What ``derive`` (``derived.py``) finds is None before, and where it is not known.
 
     label     name of the folder, with the parents that tell it from other runs
     records   sound records by kind, in their order
@@ -165,49 +165,6 @@ class RunFolder:
     def times(self, kind: str) -> list[BucketTimes]:
         """Times of the recorded step's ``buckets`` or ``gathers``; none where nothing was sent."""
         return bucket_times(self.timeline, kind) if self.timeline else []
-
-    # ---- What follows from them. ----
-
-    def derive(self, peak: float | None) -> None:
-        """Find FLOPs, peak and plan, and note why a number is missing.
-
-        peak  TFLOP/s of a device, instead of the table's
-        """
-        self.flops = self._try("Model FLOPs and MFU are", flops_per_token)
-        self.peak = self._try("MFU is", lambda config: self._peak(peak))
-        self.plan = self._try("The planned bytes are", self._plan)
-        if self.end.get("peak_memory_bytes") is None:
-            why = "measured on GPUs only" if self.device == "cpu" else "recorded at the end of a run"
-            self.notes.append(f"Peak memory is left out: it is {why}.")
-        if self.timeline is None:
-            self.notes.append("No reduction of a step was timed: the run ended before its timed step was over.")
-
-    def _try(self, what: str, function: Callable[[Config], Any]) -> Any:
-        """What ``function`` makes of the configuration; None, and a note, where there is nothing."""
-        try:
-            if self.config is None:
-                raise ConfigError("this needs the configuration")
-            return function(self.config)
-        except Exception as error:  # impossible values may raise anything
-            self.notes.append(f"{what} left out: {error}.")
-            return None
-
-    def _peak(self, given: float | None) -> float:
-        on_gpu = self.device not in (None, "cpu")
-        peak = (given or peak_tflops(self.gpu)) if on_gpu else None
-        if peak is None:
-            why = {
-                None: "the device is not known, since no step was completed",
-                "cpu": "the run was on a CPU, and only GPUs have a stated peak that MFU is measured against",
-            }
-            unknown = f"no peak of {self.gpu or 'this GPU'!r} is known; give it in TFLOP/s with --peak-tflops"
-            raise ConfigError(why.get(self.device, unknown))
-        return peak
-
-    def _plan(self, config: Config) -> RunPlan:
-        if not self.world_size or self.world_size > _MOST_RANKS:
-            raise ConfigError(f"the number of ranks is {self.world_size or 'not known'}")
-        return plan_run(config, self.world_size)
 
     @property
     def numbers(self) -> dict[str, Any]:

@@ -16,8 +16,7 @@ kind            when                    what
 """
 
 import json
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -32,11 +31,16 @@ from ...ddp.collectives.timeline import (
     WaitSpan,
 )
 from ..data.replacing import replacing
-from .runtime import Runtime, versions
 from .watching.trackers import Tracker
-from .wrapping import Wrapped
 
-__all__ = ["SPANS", "MetricsWriter", "numbered_records", "observed_facts", "read_metrics", "timeline_record"]
+__all__ = [
+    "OPTIMIZER_PHASE",
+    "SPANS",
+    "MetricsWriter",
+    "numbered_records",
+    "read_metrics",
+    "timeline_record",
+]
 
 SPANS = {
     "forwards": ForwardSpan,
@@ -47,6 +51,8 @@ SPANS = {
     "phases": PhaseSpan,
 }
 """Kinds of spans in a ``timeline`` record."""
+OPTIMIZER_PHASE = "optimizer"
+"""Name of the optimizer's step among the phases."""
 _MOST_BYTES = 2**30
 _CUT_OFF = "the file ends within this line"
 
@@ -126,41 +132,6 @@ def numbered_records(path: Path) -> tuple[dict[int, dict[str, Any]], dict[int, s
     return records, faults
 
 
-def observed_facts(wrapped: Wrapped, timeline: Timeline, runtime: Runtime) -> dict[str, Any]:
-    """What the first step did, as read from tensors, counters and the spans of ``timeline``."""
-    parameters, records = wrapped.parameters, wrapped.records
-    fused = [record for record in records if record.num_fused_writes]
-    synced = Counter(span.synced for span in timeline.backwards)
-    return {
-        "world_size": runtime.world_size,
-        "backend": runtime.backend,
-        "device": str(runtime.device),
-        "num_parameters": sum(parameter.numel for parameter in parameters),
-        "parameter_dtypes": _counts(parameter.dtype for parameter in parameters),
-        "main_grad_dtypes": _counts(record.view.dtype for record in records),
-        "fused_weights": len(fused),
-        "fused_writes": sum(record.num_fused_writes for record in fused),
-        "delayed_weights": sum(parameter.delayed for parameter in parameters),
-        "hook_written_parameters": sum(record.num_hook_writes > 0 for record in records),
-        "microbatches_no_sync": synced[False],
-        "microbatches_synced": synced[True],
-        "num_buckets": len({span.bucket for span in timeline.buckets}),
-        "collectives": _counts([*(b.collective for b in timeline.buckets), *(g.collective for g in timeline.gathers)]),
-        "buckets": [_sent(span) for span in timeline.buckets],
-        "gathers": [_sent(span) for span in timeline.gathers],
-        "versions": versions(),
-    }
-
-
 def timeline_record(timeline: Timeline, step: int) -> dict[str, Any]:
     """Spans of one step and of the forward after it, in seconds, as ``report/overlap.py`` reads them."""
     return {"step": step, **{kind: [span._asdict() for span in getattr(timeline, kind)] for kind in SPANS}}
-
-
-def _sent(span: BucketSpan | GatherSpan) -> dict[str, Any]:
-    return {"bucket": span.bucket, "collective": span.collective, "nbytes": span.nbytes}
-
-
-def _counts(names: Iterable[Any]) -> dict[str, int]:
-    """How often each name occurs; dtypes are named without their module."""
-    return dict(sorted(Counter(str(name).removeprefix("torch.") for name in names).items()))

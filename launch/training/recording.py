@@ -3,17 +3,18 @@
 A recording begins with a step and ends after the next forward, which overlaps the gathers of updated parameters.
 """
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
-from ...ddp.collectives.timeline import Timeline
-from .metrics import MetricsWriter, observed_facts, timeline_record
-from .runtime import Runtime
+from ...ddp.collectives.timeline import BucketSpan, GatherSpan, Timeline
+from .metrics import MetricsWriter, timeline_record
+from .runtime import Runtime, versions
 from .wrapping import Wrapped
 
-__all__ = ["OPTIMIZER_PHASE", "WGRAD_PHASE", "StepRecorder"]
+__all__ = ["WGRAD_PHASE", "StepRecorder"]
 
-OPTIMIZER_PHASE = "optimizer"
 WGRAD_PHASE = "weight gradients"
 _TIMELINE_STEP = 10  # allocations and connections exist by then
 
@@ -77,7 +78,7 @@ class StepRecorder:
         self._timeline = None
         self._open.close()
         if self._step == self._observed_step:
-            facts = observed_facts(self._wrapped, timeline, self._runtime)
+            facts = _observed_facts(self._wrapped, timeline, self._runtime)
             self._metrics.write("observed", step=self._step, **facts, unit=self._unit)
         if self._step == self._timeline_step:
             self._metrics.write("timeline", **timeline_record(timeline, self._step))
@@ -87,3 +88,38 @@ class StepRecorder:
         self.forward_ended()
         self._timeline = None
         self._open.close()
+
+
+def _observed_facts(wrapped: Wrapped, timeline: Timeline, runtime: Runtime) -> dict[str, Any]:
+    """What the first step did, as read from tensors, counters and the spans of ``timeline``."""
+    parameters, records = wrapped.parameters, wrapped.records
+    fused = [record for record in records if record.num_fused_writes]
+    synced = Counter(span.synced for span in timeline.backwards)
+    return {
+        "world_size": runtime.world_size,
+        "backend": runtime.backend,
+        "device": str(runtime.device),
+        "num_parameters": sum(parameter.numel for parameter in parameters),
+        "parameter_dtypes": _counts(parameter.dtype for parameter in parameters),
+        "main_grad_dtypes": _counts(record.view.dtype for record in records),
+        "fused_weights": len(fused),
+        "fused_writes": sum(record.num_fused_writes for record in fused),
+        "delayed_weights": sum(parameter.delayed for parameter in parameters),
+        "hook_written_parameters": sum(record.num_hook_writes > 0 for record in records),
+        "microbatches_no_sync": synced[False],
+        "microbatches_synced": synced[True],
+        "num_buckets": len({span.bucket for span in timeline.buckets}),
+        "collectives": _counts([*(b.collective for b in timeline.buckets), *(g.collective for g in timeline.gathers)]),
+        "buckets": [_sent(span) for span in timeline.buckets],
+        "gathers": [_sent(span) for span in timeline.gathers],
+        "versions": versions(),
+    }
+
+
+def _sent(span: BucketSpan | GatherSpan) -> dict[str, Any]:
+    return {"bucket": span.bucket, "collective": span.collective, "nbytes": span.nbytes}
+
+
+def _counts(names: Iterable[Any]) -> dict[str, int]:
+    """How often each name occurs; dtypes are named without their module."""
+    return dict(sorted(Counter(str(name).removeprefix("torch.") for name in names).items()))

@@ -22,9 +22,9 @@ from ..data.sequences import Sampler
 from ..data.tokens import check_tokens
 from ..model.hugging_face import HuggingFaceModel, check_documents, save_hugging_face
 from .loading import load_model, load_recipe, validation_batch
-from .metrics import MetricsWriter
+from .metrics import OPTIMIZER_PHASE, MetricsWriter
 from .pace import Pace, lr_factor
-from .recording import OPTIMIZER_PHASE, WGRAD_PHASE, StepRecorder
+from .recording import WGRAD_PHASE, StepRecorder
 from .run_state import RunSaver, resume_run, where_to_resume, write_resolved
 from .runtime import Runtime, current_runtime, peak_nbytes
 from .signals import StopRequest

@@ -309,6 +309,37 @@ assert "torch" not in sys.modules
         assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.in_turn
+def test_a_refusal_imports_nothing_that_trains(tmp_path: Path):
+    """What trains takes longer to import than torch."""
+    os.mkfifo(tmp_path / "pipe.toml")
+    toml, nothing = str(tiny_toml(tmp_path)), tmp_path / "nothing"
+    for name, text in {"nothing": "", "cut_off": '{"kind": "st'}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text(text)
+    refused = [
+        ["train", toml, "--train.stepz", "3"],
+        ["train", "--dry-run", str(tmp_path / "pipe.toml")],
+        ["train", "--dry-run", "/dev/zero"],
+        ["plan", toml, "--ranks", "2", "--model.num-layers", "100000000"],
+        ["simulate", toml, "--ranks", "2", "--optimizer.lr", "inf"],
+        ["report", str(tmp_path)],
+        ["report", str(nothing), str(nothing)],
+        ["report", str(tmp_path / "cut_off")],
+    ]
+    code = f"""
+import sys
+from maingrad.launch.cli import main
+for arguments in {refused!r}:
+    assert main(arguments) == 2, arguments
+    heavy = {{"torch._dynamo", "maingrad.ddp.wrapper", "maingrad.te_integration", "jinja2", "matplotlib"}}
+    assert heavy.isdisjoint(sys.modules), (arguments, heavy & set(sys.modules))
+    print(arguments[0])
+"""
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
+    assert done.stdout.count("\n") == len(refused) == done.stderr.count("maingrad: error: "), done.stderr
+
+
 def interrupt(command: list[str | Path], folder: Path, number: signal.Signals, *, group: bool) -> tuple[int, str]:
     """Start a long run, send it a signal once it trains, and return its exit status and output."""
     with python_process(*command) as started:

@@ -15,7 +15,8 @@ from maingrad.ddp import (
     add_grad,
 )
 from maingrad.ddp.optimizer import state_forms
-from maingrad.ddp.optimizer.steps import TorchSteps
+from maingrad.ddp.optimizer.param_groups import IN_ONE_PASS
+from maingrad.ddp.optimizer.steps import _RULES, TorchSteps
 
 SGD: dict[str, Any] = {"optimizer_class": torch.optim.SGD, "lr": 0.05, "weight_decay": 0.1}
 CLASSES: dict[str, dict[str, Any]] = {
@@ -255,6 +256,10 @@ def test_amsgrad_and_betas_on_the_device_are_left_to_torch(monkeypatch: pytest.M
 
 
 # ---- Lion alone. ----
+
+
+def test_each_class_of_one_pass_has_a_rule() -> None:
+    assert list(_RULES) == list(IN_ONE_PASS)
 
 
 @pytest.mark.parametrize("maximize", [False, True])

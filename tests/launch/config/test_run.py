@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 import re
 from pathlib import Path
@@ -11,11 +12,14 @@ import pytest
 import torch
 from tiny_run import tiny_config, tiny_toml
 
-from maingrad.ddp import DistributedDataParallelConfig
+from maingrad.ddp import DistributedDataParallelConfig, Muon
+from maingrad.ddp.optimizer.param_groups import is_elementwise
 from maingrad.launch.config.file import config_to_dict, flat, load_config, print_keys, structure
-from maingrad.launch.config.run import Config, ConfigError, ModelConfig, TrainConfig
+from maingrad.launch.config.run import Config, ConfigError, ModelConfig, OptimizerConfig, TrainConfig
 
 CONFIGS = sorted((Path(__file__).resolve().parents[3] / "launch" / "configs").glob("*.toml"))
+ALMOST_ONE = math.nextafter(1.0, 0.0)
+TORCHS = [name for name, each in vars(torch.optim).items() if isinstance(each, type) and is_elementwise(each)]
 
 
 def refused(document: dict[str, Any], message: str) -> None:
@@ -546,6 +550,27 @@ def test_a_flag_mends_what_is_wrong_in_the_file(tmp_path: Path):
 )
 def test_impossible_values_are_refused_when_the_file_is_read(document: dict[str, Any], message: str):
     refused(document, message)
+
+
+@pytest.mark.parametrize(
+    ("name", "own"),
+    [
+        ("adamw", {"betas": (0.0, ALMOST_ONE), "eps": 5e-324}),
+        ("muon", {"betas": (ALMOST_ONE, 0.0), "eps": 1e300, "muon_lr": 1e300}),
+        ("sgd", {"momentum": ALMOST_ONE}),
+        ("lion", {"betas": (0.0, ALMOST_ONE)}),
+        *((f"torch.optim.{each}", {}) for each in TORCHS),
+    ],
+)
+def test_a_class_takes_what_the_ranges_of_the_keys_allow(name: str, own: dict[str, Any]):
+    """A file is checked without an optimizer of the class, where it has no ``optimizer.options``."""
+    for lr, decay in (5e-324, 1e300), (1e300, 0.0):
+        decays = decay if name != "torch.optim.Rprop" else 0.0
+        config = OptimizerConfig(name=name, lr=lr, weight_decay=decays, **own)
+        matrix = torch.nn.Parameter(torch.zeros(1, 1))
+        config.optimizer_class([matrix], lr=config.lr, **config.class_options)
+        if config.has_muon:
+            Muon([matrix], **config.muon_options)
 
 
 def test_a_flag_is_checked_as_the_file_is(tmp_path: Path):

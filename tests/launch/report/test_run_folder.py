@@ -10,6 +10,7 @@ from tiny_run import tiny_document
 from maingrad.launch.plan.model_flops import flops_per_token
 from maingrad.launch.report import page, run_folder
 from maingrad.launch.report.curves import draw_curves, draw_loss
+from maingrad.launch.report.derived import derive
 from maingrad.launch.report.drawing import svg
 from maingrad.launch.report.run_folder import RunFolder, read_runs
 from maingrad.launch.report.side_by_side import environment
@@ -142,14 +143,14 @@ def test_mfu_is_a_part_of_the_peak_of_the_ranks_that_took_the_step(tmp_path: Pat
     resumed = {**OBSERVED, "step": 2, "world_size": 4}
     run = run_of(tmp_path, OBSERVED, *steps, resumed, settings={})
     assert run.points("mfu") == []
-    run.derive(2.0)
+    derive(run, 2.0)
     assert run.config is not None and run.flops == flops_per_token(run.config) and run.peak == 2.0
     scale = run.flops / 2e12
     (one, first), (two, gap), (three, second) = run.points("mfu")
     assert (one, two, three, gap) == (1, 2, 3, None)
     assert (first, second) == pytest.approx((8 * scale / 2, 9 * scale / 4))
     late = run_of(tmp_path, resumed, *steps[::2], settings={})
-    late.derive(2.0)
+    derive(late, 2.0)
     assert [value for _, value in late.points("mfu")] == pytest.approx([8 * scale / 4, 9 * scale / 4])
 
 
@@ -159,7 +160,7 @@ def test_mfu_is_a_part_of_the_peak_of_the_ranks_that_took_the_step(tmp_path: Pat
 )
 def test_a_peak_that_is_given_comes_before_the_tables(tmp_path: Path, gpu: str, given: Any, peak: Any) -> None:
     run = run_of(tmp_path, OBSERVED, settings={}, versions={"gpu": gpu})
-    run.derive(given)
+    derive(run, given)
     assert run.peak == peak
     assert any("no peak of 'Unheard X1' is known" in note for note in run.notes) is (peak is None)
 
@@ -167,7 +168,7 @@ def test_a_peak_that_is_given_comes_before_the_tables(tmp_path: Path, gpu: str, 
 @pytest.mark.parametrize(("device", "why"), [("cpu", "was on a CPU"), (None, "no step was completed")])
 def test_without_a_gpu_there_is_no_peak(tmp_path: Path, device: str | None, why: str) -> None:
     run = run_of(tmp_path, OBSERVED | {"device": device} if device else step(1), settings={})
-    run.derive(7.0)
+    derive(run, 7.0)
     assert run.peak is None and any(note.startswith("MFU is left out") and why in note for note in run.notes)
     memory = [note for note in run.notes if note.startswith("Peak memory")]
     assert len(memory) == 1 and ("on GPUs only" in memory[0]) is (device == "cpu")
@@ -177,9 +178,9 @@ def test_without_a_gpu_there_is_no_peak(tmp_path: Path, device: str | None, why:
 def test_a_plan_is_made_for_a_number_of_ranks_that_can_be(
     tmp_path: Path, ranks: int | None, planned: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_folder, "plan_run", lambda config, ranks: ("plan", ranks))
+    monkeypatch.setattr("maingrad.launch.report.derived.plan_run", lambda config, ranks: ("plan", ranks))
     run = run_of(tmp_path, OBSERVED | {"world_size": ranks}, settings={})
-    run.derive(None)
+    derive(run, None)
     assert run.plan == (("plan", ranks) if planned else None)
     assert any(note.startswith("The planned bytes are left out: the number of ranks") for note in run.notes) != planned
 
