@@ -56,8 +56,10 @@ def send_rows(
         return transport.send(tensors, counts, sent, meanwhile)
     # A matrix without rows has no elements to find scales of.
     q, _ = quantize_both(rows if len(rows) else rows.new_zeros(1, rows.shape[1]), spec, None)
-    assert q is not None
-    travelling = [_words(tensor[: len(rows)]) for tensor in (q.data, q.scale)]
+    assert q is not None and spec.block is not None
+    # Without what pads a copy: kernels pad to more columns than the reference, which quantises a rank's only row.
+    widths = (q.data, q.columns), (q.scale, -(-q.columns // spec.block[1]))
+    travelling = [_words(tensor[: len(rows), :width]) for tensor, width in widths]
     (data, scale, *arrived), splits, sent = transport.send([*travelling, *others], counts, sent, meanwhile)
     received = Quantized(data.view(q.data.dtype), scale.view(q.scale.dtype), None, spec, q.columns)
     return [dequantize(received, rows.dtype) if len(data) else rows.new_empty(0, rows.shape[1]), *arrived], splits, sent

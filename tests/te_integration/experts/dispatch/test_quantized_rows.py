@@ -5,10 +5,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from gloo import run_ranks
 from sharded_on_gpus import nccl
 from torch import Tensor
 
+from maingrad.kernels.quantized import Quantized, quantize_both
 from maingrad.launch import simulate
 from maingrad.te_integration import (
     Float8BlockScaling,
@@ -19,6 +21,7 @@ from maingrad.te_integration import (
     TokenDispatcher,
     autocast,
 )
+from maingrad.te_integration.experts.dispatch import quantized_rows
 
 DIM, EXPERTS = 160, 4
 TOKENS = [9, 0]
@@ -65,6 +68,24 @@ def test_products_of_rows_have_the_same_bits(options: dict[str, Any], routing: s
             assert error < 0.05
 
 
+def test_ranks_whose_kernels_pad_and_ranks_whose_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On GPUs kernels pad copies of several rows; of one row, or none, the reference makes a copy without padding."""
+
+    def padded(rows: Tensor, *arguments: Any) -> tuple[Quantized, None]:
+        q, _ = quantize_both(rows, *arguments)
+        assert q is not None
+        if len(rows) > 1:
+            data = F.pad(q.data.view(torch.uint8), (0, 512 - DIM)).view(q.data.dtype)
+            q = q._replace(data=data, scale=F.pad(q.scale, (0, 4 - q.scale.shape[1]), value=float("nan")))
+        return q, None
+
+    expected = simulate(run, 2, Float8BlockScaling(), {"quantize_rows": True})
+    monkeypatch.setattr(quantized_rows, "quantize_both", padded)
+    found = simulate(run, 2, Float8BlockScaling(), {"quantize_rows": True})
+    for each, same in zip(found, expected, strict=True):
+        assert all(map(torch.equal, each, same))
+
+
 @pytest.mark.parametrize("recipe", [None, Float8CurrentScaling(), NVFP4BlockScaling()])
 def test_under_other_recipes_rows_travel_as_they_are(recipe: Any) -> None:
     torch.manual_seed(0)
@@ -81,4 +102,5 @@ def test_products_over_nccl_have_the_same_bits(options: dict[str, Any]) -> None:
         for more in ({}, {"quantize_rows": True})
     )
     for expected, found in zip(wide, narrow, strict=True):
-        assert all(map(torch.equal, found[:3], expected[:3]))
+        for each, same in zip(found[:3], expected[:3], strict=True):
+            torch.testing.assert_close(each, same, rtol=0.0, atol=0.0)
