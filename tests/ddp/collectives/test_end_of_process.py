@@ -12,7 +12,7 @@ from maingrad.ddp.collectives import in_flight
 IMITATION = """
 import hashlib, sys, threading
 from pathlib import Path
-import maingrad.ddp
+from maingrad.ddp import DistributedDataParallel
 
 def work(name, rounds):  # computes without the interpreter's lock, as gloo's threads do, and needs the lock in the end
     Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(name)

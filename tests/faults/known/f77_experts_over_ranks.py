@@ -291,4 +291,12 @@ FAULTS = [
             ),
         ],
     ),
+    Fault(
+        "77w-rows-travel-with-what-pads-them",
+        sentence="Rows in 8 bits have other widths on a rank with one row or none, which no kernel quantises.",
+        tests=[TESTS + "test_quantized_rows.py::test_ranks_whose_kernels_pad_and_ranks_whose_do_not"],
+        changes=[
+            Change(f"{DISPATCH}.quantized_rows", "send_rows", "tensor[: len(rows), :width]", "tensor[: len(rows)]"),
+        ],
+    ),
 ]

@@ -405,7 +405,7 @@ def test_split_parameters_get_their_slices() -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"tp_size": 2}, ValueError, r"Linear\(tp_size=2\) needs tp_group"),
+        ({"tp_size": 2}, ValueError, "Linear: tp_size=2, and tp_group, of the tensor-parallel ranks, has 1 rank"),
         ({"ub_overlap_ag": True}, ValueError, "does not support ub_overlap_ag=True"),
         ({"sequence_parallel": True}, ValueError, "sequence_parallel say how a layer is cut"),
         ({"no_such": 1}, TypeError, "Linear has no argument 'no_such'"),
