@@ -97,14 +97,14 @@ def send_in_graph(place: Place, tensors: Sequence[Tensor], counts: Tensor) -> tu
     return list(found[:num_sent]), sent[-1], _FORMS[place.form].restored(sent, rows)
 
 
-def send_back_in_graph(place: Place, rows: Tensor, sent: Any, num_rows: int, places: Tensor | None = None) -> Tensor:
-    """``TokenTransport.send_back``: [S, D] -> [R, D]. Differentiable.
+def send_back_in_graph(place: Place, rows: Tensor, sent: Any, places: Tensor) -> Tensor:
+    """``TokenTransport.send_back``, and the sum over the copies of each token: [S, D] -> [T, D]. Differentiable.
 
-    places  [T, k]: the sum over the copies of each token, [T, D], by the same operator, for a compiler keeps results of
-            operators with effects for backward, and copies are k times larger
+    places  [T, k] of ``RowIdMap``. The same operator sums, for a compiler keeps results of operators with effects for
+            backward, and copies are k times larger
     """
     of_way = _FORMS[place.form].tensors(sent)
-    returned: Tensor = _returned_in_graph(place.key, place.form, num_rows, rows, places, *of_way)
+    returned: Tensor = _returned_in_graph(place.key, place.form, rows, places, *of_way)
     return returned
 
 
@@ -139,23 +139,20 @@ class _Sent(torch.autograd.Function):
 
 
 class _Returned(torch.autograd.Function):
-    """Rows [S, D] -> [R, D], or with ``places`` [T, D]."""
+    """Rows [S, D], with ``places`` [T, k] -> [T, D]."""
 
     @staticmethod
-    def forward(
-        ctx: Any, key: Tensor, form: int, num_rows: int, rows: Tensor, places: Tensor | None, *sent: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, key: Tensor, form: int, rows: Tensor, places: Tensor, *sent: Tensor) -> Tensor:
         ctx.save_for_backward(key, places, *sent)
         ctx.form, ctx.received = form, rows.shape[0]
-        (found,) = _back_op([rows], key, list(sent), form, num_rows, places)
+        (found,) = _back_op([rows], key, list(sent), form, places.numel(), places)
         return found  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         key, places, *sent = ctx.saved_tensors
-        grad = grads[0] if places is None else permute_rows_op(grads[0], places)
-        (again,) = _send_op([grad], key, None, sent, ctx.form, ctx.received, 0)
-        return None, None, None, again, None, *[None] * len(sent)
+        (again,) = _send_op([permute_rows_op(grads[0], places)], key, None, sent, ctx.form, ctx.received, 0)
+        return None, None, again, None, *[None] * len(sent)
 
 
 # ---- The operators. ----

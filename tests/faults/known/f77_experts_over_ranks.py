@@ -222,7 +222,11 @@ FAULTS = [
         "77q-gradients-of-rows-travel-wide",
         sentence="Under a recipe rows travel in 8 bits, and their gradients in 16.",
         tests=[TESTS + "test_quantized_rows.py::test_products_of_rows_have_the_same_bits"],
-        changes=[Change(f"{DISPATCH}.dispatcher", "TokenDispatcher._again", "way.of_grad", "None")],
+        changes=[
+            Change(
+                f"{DISPATCH}.dispatcher", "TokenDispatcher._combine", "self.transport, of_grad", "self.transport, None"
+            )
+        ],
     ),
     Fault(
         "77r-rows-in-8-bits-lose-their-scales",
