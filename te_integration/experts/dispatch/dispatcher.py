@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -24,7 +23,7 @@ from ...dense.compiled_wgrad import run_outside_graph
 from ...recipes import recipe_now
 from ...wgrad_queue import Filling, WgradQueue, filling
 from ..moe_permutation import RowIdMap, moe_permute_with_probs
-from .all_to_all import AllToAll
+from .all_to_all import AllToAll, Alone
 from .capacity import Capacity
 from .compiled_dispatch import Place, send_back_in_graph, send_in_graph
 from .quantized_rows import row_spec, send_rows
@@ -34,13 +33,9 @@ from .transport import TokenTransport
 __all__ = ["Dispatched", "TokenDispatcher"]
 
 
-def _symmetric(num_experts: int, group: dist.ProcessGroup | None) -> TokenTransport:
-    return AllToAll(num_experts, group) if group is None else SymmetricExchange(num_experts, group)
-
-
-_TRANSPORTS: dict[str, Callable[[int, dist.ProcessGroup | None], TokenTransport]] = {
+_TRANSPORTS: dict[str, Callable[[int, Any], TokenTransport]] = {
     "all_to_all": AllToAll,
-    "symmetric": _symmetric,
+    "symmetric": SymmetricExchange,
 }
 
 
@@ -109,7 +104,7 @@ class TokenDispatcher:
         elif capacity is not None:
             self.transport = Capacity(num_experts, self.group, capacity)
         elif transport in _TRANSPORTS:
-            self.transport = _TRANSPORTS[transport](num_experts, self.group)
+            self.transport = Alone() if ranks == 1 else _TRANSPORTS[transport](num_experts, self.group)
         else:
             raise ValueError(f"TokenDispatcher: transport={transport!r} is none of capacity, {', '.join(_TRANSPORTS)}")
         self._place = Place(self.transport)
