@@ -11,7 +11,8 @@ other modules with DTensors    (torchtitan's form) marks the parameters as exper
 Of n data-parallel ranks, ep hold all experts together, and n / ep hold the same ones.
 """
 
-from collections.abc import Iterable, Mapping
+import functools
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -60,18 +61,22 @@ def share_experts(
     """
     if ep == 1:
         return None  # on one process too, which has no groups
-    cut = _cut_already(model, ranks)
-    if not fuse and (ep is not None or any(map(_is_of_hugging_face, cut))):
+    cut, elsewhere = _cut_already(model, ranks)
+    sends = ep is not None or any(map(_is_of_hugging_face, cut))
+    if sends and not fuse:
         raise ValueError("experts over ranks need fuse=True: fused experts send tokens, those of transformers do not")
-    if ep is None:
-        if dispatch and not any(map(_is_of_hugging_face, cut)):
-            raise ValueError("dispatch has no effect: no experts are shared out; give ep=, or leave it out")
-        if not cut:
-            return None
-    elif cut:
+    if dispatch and not sends:
+        raise ValueError("dispatch has no effect: no experts are shared out; give ep=, or leave it out")
+    if ep is None and not cut:
+        return None
+    if ep is not None and cut:
         raise ValueError("ep has no effect: the model's experts are cut over data-parallel ranks already; leave it out")
+    if elsewhere is not None:  # norms would count experts once for each of these ranks
+        raise ValueError(
+            f"experts are not shared out in a model that is cut over tensor-parallel ranks ({elsewhere}), "
+            f"which have the same tokens: cut the rest over no ranks, or all of it by transformers' plans"
+        )
     mesh = next(iter(cut.values())) if ep is None else mesh_of(ep, make_grid(ranks))
-    _check_not_cut_otherwise(model, ranks)
     same = same_place(mesh, make_grid(ranks))
     modules: Iterable[tuple[str, Any]] = model.named_modules()
     experts = {name: each for name, each in modules if (each in cut if cut else _is_of_hugging_face(each))}
@@ -86,14 +91,12 @@ def share_experts(
             reason = f"{mesh.size()} ranks do not divide {module.num_experts} experts"
         if reason is not None:
             raise ValueError(f"the experts '{name}' cannot dispatch: {reason}")
-    dispatchers: dict[int, TokenDispatcher] = {}  # one for all layers: a transport may own memory
+    # One for all layers: a transport may own memory.
+    dispatcher_of = functools.cache(lambda count: TokenDispatcher(count, mesh, **dispatch))
     made: dict[int, nn.Parameter] = {}
     for module in experts.values():
         if _is_of_hugging_face(module):
-            count = _whole_shape(module, weight_names_of(module)[0])[0]
-            if count not in dispatchers:
-                dispatchers[count] = TokenDispatcher(count, mesh, **dispatch)
-            _dispatch(module, mesh, dispatchers[count], made)
+            _dispatch(module, mesh, dispatcher_of(_whole_shape(module, weight_names_of(module)[0])[0]), made)
         else:
             for param in module.parameters(recurse=False):
                 param.allreduce = False
@@ -178,43 +181,37 @@ def _is_of_hugging_face(module: Any) -> bool:
     return isinstance(module, FusedExperts) or is_experts_class(type(module))
 
 
-def _cut_already(model: nn.Module, ranks: Ranks) -> dict[nn.Module, DeviceMesh]:
+def _cut_already(model: nn.Module, ranks: Ranks) -> tuple[dict[nn.Module, DeviceMesh], list[int] | None]:
     """The modules with stacks of experts that are cut over data-parallel ranks, with their mesh.
 
     Stacks have three dims: a matrix that is cut over ranks with other data is a mistake, which the wrapper refuses.
-    Experts that were shared out are cut as well: the model is a copy, or was unwrapped.
+    Experts that were shared out are cut as well: the model is a copy, or was unwrapped. The second result: ranks beside
+    the data-parallel ones over which something is cut.
     """
     found: dict[nn.Module, DeviceMesh] = {}
-    for module in model.modules() if can_localize(model) else ():
-        own: list[Any] = list(module.parameters(recurse=False))
-        if not own or not all(is_one_slice(each) and each.placements[0].is_shard(0) for each in own):
-            continue
-        if own[0].device_mesh.size() > 1 and any(each.dim() == 3 for each in own):
-            found[module] = own[0].device_mesh
-    parts = ((module, layout) for module in model.modules() for layout in layouts_of(module).values())
-    found |= {module: layout.mesh for module, layout in parts if layout.of_experts}
-    here = _ranks_here(ranks) if found else set()
-    found = {module: mesh for module, mesh in found.items() if here.issuperset(mesh.mesh.tolist())}
+    elsewhere: list[int] | None = None
+    here = {rank for group in make_grid(ranks).axes for rank in dist.get_process_group_ranks(group)}
+    for module, mesh, of_experts in _cuts(model):
+        if not here.issuperset(mesh.mesh.tolist()):
+            elsewhere = mesh.mesh.tolist()
+        elif of_experts:
+            found[module] = mesh
     if len({tuple(mesh.mesh.tolist()) for mesh in found.values()}) > 1:
         raise ValueError("experts are cut over several groups of data-parallel ranks: cut them all over one mesh")
-    return found
+    return found, elsewhere
 
 
-def _ranks_here(ranks: Ranks) -> set[int]:
-    return {rank for group in make_grid(ranks).axes for rank in dist.get_process_group_ranks(group)}
-
-
-def _check_not_cut_otherwise(model: nn.Module, ranks: Ranks) -> None:
-    """Tensor-parallel ranks have the same tokens and experts: norms would count these once for each of the ranks."""
-    here = _ranks_here(ranks)
-    dtensors: Iterable[Any] = filter(is_one_slice, model.parameters())
-    layouts = (layout for module in model.modules() for layout in layouts_of(module).values())
-    for mesh in (each.device_mesh if is_one_slice(each) else each.mesh for each in (*dtensors, *layouts)):
-        if not here.issuperset(mesh.mesh.tolist()):
-            raise ValueError(
-                f"experts are not shared out in a model that is cut over tensor-parallel ranks ({mesh.mesh.tolist()}), "
-                f"which have the same tokens: cut the rest over no ranks, or all of it by transformers' plans"
-            )
+def _cuts(model: nn.Module) -> Iterator[tuple[nn.Module, DeviceMesh, bool]]:
+    """Modules with parameters that are cut, over which mesh, and whether they are experts."""
+    has_dtensors = can_localize(model)
+    for module in model.modules():
+        for layout in layouts_of(module).values():
+            yield module, layout.mesh, layout.of_experts
+        own: list[Any] = list(module.parameters(recurse=False)) if has_dtensors else []
+        stacks = any(each.dim() == 3 for each in own)
+        stacks &= all(is_one_slice(each) and each.placements[0].is_shard(0) for each in own)
+        for each in filter(is_one_slice, own):
+            yield module, each.device_mesh, stacks and each.device_mesh.size() > 1
 
 
 def _why_not(experts: nn.Module, *, is_cut: bool = False) -> str | None:
