@@ -90,11 +90,11 @@ class Place:
 
 def send_in_graph(place: Place, tensors: Sequence[Tensor], counts: Tensor) -> tuple[list[Tensor], Tensor, Any]:
     """``TokenTransport.send`` of rows that have not travelled before. Differentiable."""
-    rows, num_sent = tensors[0].shape[0], len(tensors)
-    transport = place.transport
-    found = _sent_in_graph(place.key, place.form, transport.num_received, transport.num_local, counts, *tensors)
+    transport, num_sent = place.transport, len(tensors)
+    sizes = transport.num_received, transport.num_local
+    found = _send_op(tensors, place.key, counts, [], place.form, *sizes)
     sent = found[num_sent:]
-    return list(found[:num_sent]), sent[-1], _FORMS[place.form].restored(sent, rows)
+    return found[:num_sent], sent[-1], _FORMS[place.form].restored(sent, tensors[0].shape[0])
 
 
 def send_back_in_graph(place: Place, rows: Tensor, sent: Any, places: Tensor) -> Tensor:
@@ -104,55 +104,8 @@ def send_back_in_graph(place: Place, rows: Tensor, sent: Any, places: Tensor) ->
             backward, and copies are k times larger
     """
     of_way = _FORMS[place.form].tensors(sent)
-    returned: Tensor = _returned_in_graph(place.key, place.form, rows, places, *of_way)
-    return returned
-
-
-@torch.compiler.allow_in_graph
-def _sent_in_graph(*arguments: Any) -> tuple[Tensor, ...]:
-    return _Sent.apply(*arguments)  # type: ignore[no-any-return]
-
-
-@torch.compiler.allow_in_graph
-def _returned_in_graph(*arguments: Any) -> Tensor:
-    return _Returned.apply(*arguments)  # type: ignore[no-any-return]
-
-
-class _Sent(torch.autograd.Function):
-    """Tensors [R, ...] -> the same as received [S, ...], then those of ``sent``."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, key: Tensor, form: int, received: int, num_local: int, counts: Tensor, *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
-        found = _send_op(list(tensors), key, counts, [], form, received, num_local)
-        ctx.save_for_backward(key, *found[len(tensors) :])
-        ctx.form, ctx.rows = form, tensors[0].shape[0]
-        return tuple(found)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        key, *sent = ctx.saved_tensors
-        # All go back if one needs it, as in eager code, where one function permutes them: x may need none on one rank.
-        gone = _back_op(list(grads[: len(ctx.needs_input_grad) - 5]), key, sent, ctx.form, ctx.rows, None)
-        return None, None, None, None, None, *gone
-
-
-class _Returned(torch.autograd.Function):
-    """Rows [S, D], with ``places`` [T, k] -> [T, D]."""
-
-    @staticmethod
-    def forward(ctx: Any, key: Tensor, form: int, rows: Tensor, places: Tensor, *sent: Tensor) -> Tensor:
-        ctx.save_for_backward(key, places, *sent)
-        ctx.form, ctx.received = form, rows.shape[0]
-        (found,) = _back_op([rows], key, list(sent), form, places.numel(), places)
-        return found  # type: ignore[no-any-return]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        key, places, *sent = ctx.saved_tensors
-        (again,) = _send_op([permute_rows_op(grads[0], places)], key, None, sent, ctx.form, ctx.received, 0)
-        return None, None, again, None, *[None] * len(sent)
+    (returned,) = _back_op([rows], place.key, of_way, place.form, places.numel(), places)
+    return returned  # type: ignore[no-any-return]
 
 
 # ---- The operators. ----
@@ -222,3 +175,36 @@ _back_op: Any = make_effectful_op(
     ],
 )
 """[S, ...] each -> [R, ...]; with ``places`` [T, k] the sums [T, D] of the one tensor's rows."""
+
+
+# ---- The gradient of each is the other one. ----
+
+
+def _keep_sent(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    tensors, key, _, _, ctx.form, *_ = inputs
+    ctx.save_for_backward(key, *output[len(tensors) :])
+    ctx.rows, ctx.num_sent = tensors[0].shape[0], len(tensors)
+
+
+def _grad_of_sent(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
+    key, *sent = ctx.saved_tensors
+    # All go back if one needs it, as in eager code, where one function permutes them: x may need none on one rank.
+    return _back_op(grads[: ctx.num_sent], key, sent, ctx.form, ctx.rows, None), None, None, [], None, None, None
+
+
+def _keep_returned(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    (rows,), key, sent, ctx.form, _, places = inputs
+    ctx.save_for_backward(key, places, *sent)
+    ctx.received = rows.shape[0]
+
+
+def _grad_of_returned(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
+    key, places, *sent = ctx.saved_tensors
+    rows = permute_rows_op(grads[0], places)
+    again = _send_op([rows], key, None, sent, ctx.form, ctx.received, 0)
+    return again, None, [None] * len(sent), None, None, None
+
+
+if _send_op is not None:
+    torch.library.register_autograd("maingrad::send_rows", _grad_of_sent, setup_context=_keep_sent)
+    torch.library.register_autograd("maingrad::send_rows_back", _grad_of_returned, setup_context=_keep_returned)
