@@ -6,8 +6,6 @@ merged or repeated an exchange on one of them would leave the others waiting. Wh
 list of tensors in a graph. Legend: as in ``transport.py``; T tokens.
 """
 
-import itertools
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -16,7 +14,7 @@ from torch import Tensor
 
 from ....kernels import unpermute_rows
 from ....kernels.operators import permute_rows_op
-from ...dense.compiled_wgrad import can_compile, refuse_graphs_of_torch
+from ...dense.compiled_wgrad import can_compile, key_of, named_by, refuse_graphs_of_torch
 from ...torch_internals import is_tracing_recomputed, make_effectful_op
 from ..moe_permutation import RowIdMap
 from .capacity import Capacity, Slots
@@ -62,23 +60,15 @@ _FORMS = (
     ),
 )
 
-_transports: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
-"""By the number in the ``key`` of their ``Place``. Dispatchers own them."""
-_numbers = itertools.count()
-
 
 class Place:
     """A transport as graphs name it."""
 
     def __init__(self, transport: Any) -> None:
-        number = next(_numbers)
-        self.key = torch.tensor(number, dtype=torch.int64, device="cpu")
-        """As ``WgradHandle.key``: an input of the graph, so that the blocks of several dispatchers share one."""
         self.form = next((at for at, form in enumerate(_FORMS) if type(transport) is form.transport), -1)
         """Index in ``_FORMS``; -1: it needs eager code."""
         self.transport = transport
-        if self.form >= 0:
-            _transports[number] = transport
+        self.key = key_of(self)
 
     @property
     def is_usable(self) -> bool:
@@ -113,10 +103,10 @@ def send_back_in_graph(place: Place, rows: Tensor, sent: Any, places: Tensor) ->
 
 def _transport_of(key: Tensor, like: Tensor) -> Any:
     refuse_graphs_of_torch(like)
-    transport = _transports.get(int(key.item()))
-    if transport is None:
+    place: Place | None = named_by(key)
+    if place is None:
         raise RuntimeError("a TokenDispatcher was freed between its compiled forward and the backward: keep it")
-    return transport
+    return place.transport
 
 
 def _send(

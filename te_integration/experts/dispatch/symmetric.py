@@ -65,18 +65,18 @@ class SymmetricExchange:
         self.group = group
         self.num_local = num_experts // group.size()
         self.capacity_factor = group.size() if capacity_factor is None else capacity_factor
-        self.timeout = timeout
-        self.max_rows: int | None = None
-        self.num_received: int | None = None
-        """S; None before the first call, if that says ``max_rows``."""
-        if max_rows is not None:
-            self._allow(max_rows)
+        self.timeout, self.max_rows = timeout, max_rows
         self.num_dropped: Tensor | None = None
         """[1] int64 on the device: received rows beyond S, in all calls so far; None before the first."""
         self._exchange: Exchange | None = None
         self._memory: list[Any] = []
         """Buffers and what maps those of the others. Graphs may be captured over old ones."""
         self._side: torch.cuda.Stream | None = None
+
+    @property
+    def num_received(self) -> int | None:
+        """S; None before the first call, if that says ``max_rows``."""
+        return None if self.max_rows is None else math.ceil(self.capacity_factor * self.max_rows)
 
     def send(
         self, tensors: Sequence[Tensor], counts: Tensor, sent: Route | None = None, meanwhile: Meanwhile = None
@@ -95,15 +95,11 @@ class SymmetricExchange:
             _refuse_capture(counts)
             most = torch.tensor(rows, device=counts.device)
             dist.all_reduce(most, dist.ReduceOp.MAX, self.group)
-            self._allow(int(most))
-        assert self.max_rows is not None, "it is known now"
+            self.max_rows = int(most)
         if rows > self.max_rows:
             raise ValueError(f"SymmetricExchange: {rows} rows, and max_rows={self.max_rows}: give a larger one")
         plan = counts.new_empty(2 * len(counts) + 1, dtype=torch.int32)
         return Route(plan, counts.new_empty(self.num_local, dtype=torch.int64), rows)
-
-    def _allow(self, rows: int) -> None:
-        self.max_rows, self.num_received = rows, math.ceil(self.capacity_factor * rows)
 
     def _travel(
         self,
