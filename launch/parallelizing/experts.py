@@ -13,7 +13,7 @@ Of n data-parallel ranks, ep hold all experts together, and n / ep hold the same
 
 import functools
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -32,25 +32,19 @@ from ...te_integration.experts.hugging_face_experts import (
     why_not_experts,
 )
 
-__all__ = ["ExpertRanks", "SharedExperts", "keep_own", "mesh_of", "numbers_of_experts", "same_place", "share_experts"]
+__all__ = ["ExpertRanks", "keep_own", "mesh_of", "numbers_of_experts", "same_place", "share_experts"]
 
 ExpertRanks: TypeAlias = int | dist.ProcessGroup | DeviceMesh
 """The ranks that hold all experts together; a number: so many neighbours among the data-parallel ranks."""
 
 
-class SharedExperts(NamedTuple):
-    """What ``share_experts`` has done."""
-
-    modules: tuple[nn.Module, ...]
-    """Those whose own parameters are this rank's experts."""
-    same: Ranks
-    """The ranks that hold the same experts."""
-
-
 def share_experts(
     model: nn.Module, ranks: Ranks, ep: ExpertRanks | None, dispatch: Mapping[str, Any], *, fuse: bool
-) -> SharedExperts | None:
-    """Leave each rank its part of the experts in ``model``. Collective. None: nothing to be done.
+) -> dict[nn.Module, Ranks]:
+    """Leave each rank its part of the experts in ``model``. Collective.
+
+    Returns the modules whose own parameters are this rank's experts, with the ranks that hold the same; none if there
+    is nothing to be done.
 
     ranks      the data-parallel ranks
     ep         None: only experts that are cut over data-parallel ranks already
@@ -60,7 +54,7 @@ def share_experts(
     Raises ``ValueError``, with the model unchanged, for experts that cannot be shared, and for options without effect.
     """
     if ep == 1:
-        return None  # on one process too, which has no groups
+        return {}  # on one process too, which has no groups
     cut, elsewhere = _cut_already(model, ranks)
     sends = ep is not None or any(map(_is_of_hugging_face, cut))
     if sends and not fuse:
@@ -68,7 +62,7 @@ def share_experts(
     if dispatch and not sends:
         raise ValueError("dispatch has no effect: no experts are shared out; give ep=, or leave it out")
     if ep is None and not cut:
-        return None
+        return {}
     if ep is not None and cut:
         raise ValueError("ep has no effect: the model's experts are cut over data-parallel ranks already; leave it out")
     if elsewhere is not None:  # norms would count experts once for each of these ranks
@@ -100,7 +94,7 @@ def share_experts(
         else:
             for param in module.parameters(recurse=False):
                 param.allreduce = False
-    return SharedExperts(tuple(experts.values()), same)
+    return dict.fromkeys(experts.values(), same)
 
 
 def keep_own(
