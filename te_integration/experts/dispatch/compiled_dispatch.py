@@ -20,7 +20,7 @@ from ..moe_permutation import RowIdMap
 from .capacity import Capacity, Slots
 from .symmetric import Route, SymmetricExchange
 
-__all__ = ["Place", "send_back_in_graph", "send_in_graph"]
+__all__ = ["Place"]
 
 
 class _Form(NamedTuple):
@@ -73,29 +73,27 @@ class Place:
     @property
     def is_usable(self) -> bool:
         """Whether the graph that is traced can name it: ``num_received`` may need a first call."""
-        if self.form < 0 or self.transport.num_received is None or _send_op is None or not can_compile():
+        if self.form < 0 or self.transport.num_received is None or not can_compile():
             return False
         return not torch.compiler.is_compiling() or not is_tracing_recomputed()
 
+    def send(self, tensors: Sequence[Tensor], counts: Tensor) -> tuple[list[Tensor], Tensor, Any]:
+        """``TokenTransport.send`` of rows that have not travelled before. Differentiable."""
+        transport, num_sent = self.transport, len(tensors)
+        sizes = transport.num_received, transport.num_local
+        found = _send_op(tensors, self.key, counts, [], self.form, *sizes)
+        sent = found[num_sent:]
+        return found[:num_sent], sent[-1], _FORMS[self.form].restored(sent, tensors[0].shape[0])
 
-def send_in_graph(place: Place, tensors: Sequence[Tensor], counts: Tensor) -> tuple[list[Tensor], Tensor, Any]:
-    """``TokenTransport.send`` of rows that have not travelled before. Differentiable."""
-    transport, num_sent = place.transport, len(tensors)
-    sizes = transport.num_received, transport.num_local
-    found = _send_op(tensors, place.key, counts, [], place.form, *sizes)
-    sent = found[num_sent:]
-    return found[:num_sent], sent[-1], _FORMS[place.form].restored(sent, tensors[0].shape[0])
+    def send_back(self, rows: Tensor, sent: Any, places: Tensor) -> Tensor:
+        """``TokenTransport.send_back``, and the sum over the copies of each token: [S, D] -> [T, D]. Differentiable.
 
-
-def send_back_in_graph(place: Place, rows: Tensor, sent: Any, places: Tensor) -> Tensor:
-    """``TokenTransport.send_back``, and the sum over the copies of each token: [S, D] -> [T, D]. Differentiable.
-
-    places  [T, k] of ``RowIdMap``. The same operator sums, for a compiler keeps results of operators with effects for
-            backward, and copies are k times larger
-    """
-    of_way = _FORMS[place.form].tensors(sent)
-    (returned,) = _back_op([rows], place.key, of_way, place.form, places.numel(), places)
-    return returned  # type: ignore[no-any-return]
+        places  [T, k] of ``RowIdMap``. The same operator sums, for a compiler keeps results of operators with effects
+                for backward, and copies are k times larger
+        """
+        of_way = _FORMS[self.form].tensors(sent)
+        (returned,) = _back_op([rows], self.key, of_way, self.form, places.numel(), places)
+        return returned  # type: ignore[no-any-return]
 
 
 # ---- The operators. ----
@@ -178,7 +176,7 @@ def _keep_sent(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
 
 def _grad_of_sent(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
     key, *sent = ctx.saved_tensors
-    # All go back if one needs it, as in eager code, where one function permutes them: x may need none on one rank.
+    # All go back if one needs it, as in eager code: x may need none on one rank.
     return _back_op(grads[: ctx.num_sent], key, sent, ctx.form, ctx.rows, None), None, None, [], None, None, None
 
 

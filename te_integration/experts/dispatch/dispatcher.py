@@ -25,7 +25,7 @@ from ...wgrad_queue import Filling, WgradQueue, filling
 from ..moe_permutation import RowIdMap, moe_permute_with_probs
 from .all_to_all import AllToAll, Alone
 from .capacity import Capacity
-from .compiled_dispatch import Place, send_back_in_graph, send_in_graph
+from .compiled_dispatch import Place
 from .quantized_rows import row_spec, send_rows
 from .symmetric import SymmetricExchange
 from .transport import TokenTransport
@@ -155,7 +155,7 @@ class TokenDispatcher:
     ) -> tuple[Tensor, Tensor, Tensor, Dispatched]:
         *travelling, sorting = moe_permute_with_probs(x, probs, expert_ids, self.num_experts)
         if torch.compiler.is_compiling():
-            (rows, row_probs), splits, sent = send_in_graph(self._place, travelling, sorting.splits)
+            (rows, row_probs), splits, sent = self._place.send(travelling, sorting.splits)
             found = None if meanwhile is None else meanwhile()
             return rows, splits, row_probs, Dispatched(sorting, sent, meanwhile=found)
         waiting = filling(queue_of_block() if queue is None else queue)
@@ -192,7 +192,7 @@ class TokenDispatcher:
     def _combine(self, rows: Tensor, dispatched: Dispatched, meanwhile: Callable[[], object] | None) -> Tensor:
         (places, _, splits), sent, waiting, of_grad, _ = dispatched
         if torch.compiler.is_compiling():
-            y = send_back_in_graph(self._place, rows, sent, places)
+            y = self._place.send_back(rows, sent, places)
             if meanwhile is not None:
                 meanwhile()
             return y
@@ -224,6 +224,6 @@ class _Travelled(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise RuntimeError("TokenDispatcher: second derivatives (create_graph=True) through it are not defined")
-        _, _, *needed = ctx.needs_input_grad  # alike on all ranks, unlike what has reached this one
-        gone = iter(ctx.back([grad for grad, needs in zip(grads, needed, strict=True) if needs]))
-        return None, None, *(next(gone) if needs else None for needs in needed)
+        # All go back, whatever has reached this rank: other ranks wait for each. One function has permuted them, so
+        # that all need a gradient if one does.
+        return None, None, *ctx.back(list(grads))
