@@ -340,8 +340,8 @@ def mode_and_recipe(
     return "graph", number
 
 
-def _run(forward: Callable[..., Any], module: nn.Module, *args: Any) -> Any:
-    return forward(module, *args)
+def _run(forward: Callable[..., Any], module: Any, *args: Any, **options: Any) -> Any:
+    return forward(module, *args, **options)
 
 
 # A graph break, for what a compiled graph cannot hold. The caller passes its forward, because type(module).forward may

@@ -132,27 +132,8 @@ class TokenDispatcher:
         Rows are sorted by expert, then by sender. Rows behind the last expert's may hold anything.
         """
         if torch.compiler.is_compiling() and not self.runs_in_graph(queue):
-            broken: Any = run_outside_graph(TokenDispatcher._dispatch, self, x, expert_ids, probs, queue, meanwhile)
-            return broken  # type: ignore[no-any-return]
-        return self._dispatch(x, expert_ids, probs, queue, meanwhile)
-
-    def runs_in_graph(self, queue: WgradQueue | None = None) -> bool:
-        """Whether ``torch.compile`` takes ``dispatch`` and ``combine`` into its graph; if not, each breaks it.
-
-        The transport must know how many rows a rank receives at most. Rows in 8 bits, and backwards that compute what
-        the queue holds while rows travel, need eager code.
-        """
-        queue = queue_of_block() if queue is None else queue
-        return self._place.is_usable and not self.quantize_rows and (queue is None or not queue.fill_waits)
-
-    def _dispatch(
-        self,
-        x: Tensor,
-        expert_ids: Tensor,
-        probs: Tensor,
-        queue: WgradQueue | None,
-        meanwhile: Callable[[], Any] | None,
-    ) -> tuple[Tensor, Tensor, Tensor, Dispatched]:
+            given: Any = {"queue": queue, "meanwhile": meanwhile}
+            return run_outside_graph(TokenDispatcher.dispatch, self, x, expert_ids, probs, **given)  # type: ignore[no-any-return]
         *travelling, sorting = moe_permute_with_probs(x, probs, expert_ids, self.num_experts)
         if torch.compiler.is_compiling():
             (rows, row_probs), splits, sent = self._place.send(travelling, sorting.splits)
@@ -185,11 +166,8 @@ class TokenDispatcher:
         """
         in_graph = self._place.is_usable and dispatched.waiting is None and dispatched.of_grad is None
         if torch.compiler.is_compiling() and not in_graph:
-            broken: Tensor = run_outside_graph(TokenDispatcher._combine, self, rows, dispatched, meanwhile)
+            broken: Tensor = run_outside_graph(TokenDispatcher.combine, self, rows, dispatched, meanwhile=meanwhile)
             return broken
-        return self._combine(rows, dispatched, meanwhile)
-
-    def _combine(self, rows: Tensor, dispatched: Dispatched, meanwhile: Callable[[], object] | None) -> Tensor:
         (places, _, splits), sent, waiting, of_grad, _ = dispatched
         if torch.compiler.is_compiling():
             y = self._place.send_back(rows, sent, places)
@@ -205,6 +183,15 @@ class TokenDispatcher:
         # As one function, which saves no tensor: a recompute for backward's sake ends before these rows travel.
         (y,) = _Travelled.apply(again, [unpermute_rows(arrived, places)], rows)
         return y  # type: ignore[no-any-return]
+
+    def runs_in_graph(self, queue: WgradQueue | None = None) -> bool:
+        """Whether ``torch.compile`` takes ``dispatch`` and ``combine`` into its graph; if not, each breaks it.
+
+        The transport must know how many rows a rank receives at most. Rows in 8 bits, and backwards that compute what
+        the queue holds while rows travel, need eager code.
+        """
+        queue = queue_of_block() if queue is None else queue
+        return self._place.is_usable and not self.quantize_rows and (queue is None or not queue.fill_waits)
 
 
 class _Travelled(torch.autograd.Function):

@@ -26,6 +26,8 @@ if HAS_TRITON:
 __all__ = ["Route", "SymmetricExchange"]
 
 _ALIGNMENT = 128
+_TIMEOUT = 600.0
+"""Seconds, about, after which a rank that waits for others in vain ends with a CUDA error."""
 
 
 class Route(NamedTuple):
@@ -44,7 +46,6 @@ class SymmetricExchange:
     max_rows         R at most, on any rank and in any call; None: the largest of the first call
     capacity_factor  S / ``max_rows``, S rows being received at most. Rows beyond are dropped: they come back as zeros.
                      None: the number of ranks, so that all rows may go to one rank
-    timeout          seconds, about, after which a rank that waits for others in vain ends with a CUDA error
 
     Exchanges are ordered: streams that call it wait for each other, and all ranks call it in one order. Received rows
     behind the last expert's are zeros. The first call and those with wider rows than before make buffers: the host
@@ -60,12 +61,11 @@ class SymmetricExchange:
         *,
         max_rows: int | None = None,
         capacity_factor: float | None = None,
-        timeout: float = 600.0,
     ) -> None:
         self.group = group
         self.num_local = num_experts // group.size()
         self.capacity_factor = group.size() if capacity_factor is None else capacity_factor
-        self.timeout, self.max_rows = timeout, max_rows
+        self.max_rows = max_rows
         self.num_dropped: Tensor | None = None
         """[1] int64 on the device: received rows beyond S, in all calls so far; None before the first."""
         self._exchange: Exchange | None = None
@@ -120,7 +120,7 @@ class SymmetricExchange:
             # Rows of the receiver are routed by the plan, on either side of the meeting.
             for offset, source in zip(offsets, sources, strict=True):
                 copy_rows(exchange, offset, source, route.plan, routed=back, write=True)
-            meet(exchange, counts, route.plan, route.splits, most, self.timeout)
+            meet(exchange, counts, route.plan, route.splits, most, _TIMEOUT)
             for offset, result in zip(offsets, results, strict=True):
                 copy_rows(exchange, offset, result, route.plan, routed=not back, write=False)
 

@@ -44,7 +44,7 @@ FAULTS = [
         changes=[
             Change(
                 f"{DISPATCH}.dispatcher",
-                "TokenDispatcher._dispatch",
+                "TokenDispatcher.dispatch",
                 "received, *travelling)",
                 "received, travelling[0], *[each.detach() for each in travelling[1:]])",
             )
@@ -229,7 +229,7 @@ FAULTS = [
         tests=[TESTS + "test_quantized_rows.py::test_products_of_rows_have_the_same_bits"],
         changes=[
             Change(
-                f"{DISPATCH}.dispatcher", "TokenDispatcher._combine", "self.transport, of_grad", "self.transport, None"
+                f"{DISPATCH}.dispatcher", "TokenDispatcher.combine", "self.transport, of_grad", "self.transport, None"
             )
         ],
     ),
