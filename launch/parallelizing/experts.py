@@ -100,19 +100,19 @@ def share_experts(
 def keep_own(
     owner: nn.Module,
     names: Iterable[str],
-    rank: int,
-    size: int,
-    mesh: DeviceMesh | None,
+    ranks: DeviceMesh | int,
     made: dict[int, nn.Parameter] | None = None,
 ) -> None:
-    """Leave a module the ``rank``-th of ``size`` equal parts of parameters [experts, ...], marked as experts.
+    """Leave a module this rank's of equal parts of parameters [experts, ...], marked as experts.
 
-    Its state dicts have DTensors over ``mesh``; None only for a plan. Parameters that are DTensors already become
-    local, and those that are parts already (``_whole_shape``) stay.
+    Its state dicts have DTensors over the mesh. Parameters that are DTensors already become local, and those that are
+    parts already (``_whole_shape``) stay.
 
+    ranks  that have a part each; only their number for a plan, which gets the first part
     made  the parts by ``id`` of the whole parameters, which other modules may share: so tied experts stay tied
     """
     made = {} if made is None else made
+    rank, size = (0, ranks) if isinstance(ranks, int) else (ranks.get_local_rank(), ranks.size())
     for name in names:
         whole: Any = owner._parameters[name]
         if tuple(whole.shape) != _whole_shape(owner, name):
@@ -124,8 +124,8 @@ def keep_own(
             own = made[id(whole)] = nn.Parameter(local.detach(), requires_grad=whole.requires_grad)
         own.allreduce = False  # type: ignore[attr-defined]
         owner._parameters[name] = own
-        if mesh is not None:
-            _know_layout(owner, name, own, mesh, whole)
+        if isinstance(ranks, DeviceMesh):
+            _know_layout(owner, name, own, ranks, whole)
     if isinstance(owner, DelayedWgradModule):
         owner.mark_delayed_weights()
 
@@ -155,7 +155,7 @@ def _dispatch(
     """Have a module of Hugging Face's experts keep this rank's, and send tokens to the others'."""
     names = weight_names_of(experts)
     biases = [f"{name}_bias" for name in names] if experts.has_bias else []
-    keep_own(experts, (*names, *biases), mesh.get_local_rank(), mesh.size(), mesh, made)
+    keep_own(experts, (*names, *biases), mesh, made)
     experts.__dict__.pop("_is_expert_parallel", None)
     experts.__dict__.pop("forward", None)  # that of transformers' style: see ``_why_not`` for others
     experts.num_experts = dispatcher.num_experts // mesh.size()

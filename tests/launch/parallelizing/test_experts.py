@@ -428,7 +428,7 @@ def test_one_rank_has_all_experts() -> None:
 
 def test_a_part_of_delayed_experts_is_delayed() -> None:
     experts = GroupedMLP(4, 8, 16, bias=False, single_grouped_weight=True, delay_wgrad_compute=True)
-    keep_own(experts, experts.weight_names, 0, 2, None)
+    keep_own(experts, experts.weight_names, 2)
     found = find_owned_params(experts)
     assert len(found) == 2 and all(each.delayed and len(each.param) == 2 for each in found)
     assert all(each.param.skip_backward_post_hook for each in found), "as Transformer Engine marks them"
