@@ -158,7 +158,6 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "te_integration.autocast": {"enabled": True, "calibrating": False},
     "te_integration.convert_linears": {"fused_loss": False},
     "te_integration.make_graphed_callables": {"num_warmup_iters": 3},
-    "te_integration.SymmetricExchange": {"timeout": 600.0},
     "te_integration.TokenDispatcher": {"transport": "all_to_all", "quantize_rows": False},
     "te_integration.WgradQueue": {"fill_waits": False},
     "pipeline.finalize_model_grads": {"force_all_reduce": False},

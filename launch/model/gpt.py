@@ -242,13 +242,15 @@ class GPT(nn.Module):
             if isinstance(module, GPT | Attention):
                 module.context = context
 
-    def share_experts(self, rank: int, size: int, mesh: DeviceMesh | None, transport: str = "all_to_all") -> None:
-        """Keep the ``rank``-th of ``size`` parts of the experts: see ``MixtureOfExperts``."""
-        dispatcher = None if mesh is None else TokenDispatcher(self.config.num_experts, mesh, transport)
+    def share_experts(self, ranks: DeviceMesh | int, transport: str = "all_to_all") -> None:
+        """Keep this rank's part of the experts: see ``MixtureOfExperts``."""
+        dispatcher = None
+        if not isinstance(ranks, int):
+            dispatcher = TokenDispatcher(self.config.num_experts, ranks, transport)
         queue = WgradQueue(fill_waits=True)
         for block in self.blocks:
             if isinstance(block.ffn, MixtureOfExperts):
-                block.ffn.share_experts(rank, size, mesh, dispatcher, queue)
+                block.ffn.share_experts(ranks, dispatcher, queue)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
         """``tokens`` [B, T] int64 -> logits [B, T, V], or with ``targets`` [B, T] the mean cross-entropy in nats, fp32.

@@ -127,22 +127,15 @@ class MixtureOfExperts(nn.Module):
         if config.shared_expert_ffn_dim:
             self.shared = FeedForward(config, config.shared_expert_ffn_dim, device, delay_wgrad=delay_wgrad)
 
-    def share_experts(
-        self,
-        rank: int,
-        size: int,
-        mesh: DeviceMesh | None,
-        dispatcher: TokenDispatcher | None,
-        queue: WgradQueue,
-    ) -> None:
-        """Keep the ``rank``-th of ``size`` parts of the experts: the ranks of ``mesh`` send each other tokens.
+    def share_experts(self, ranks: DeviceMesh | int, dispatcher: TokenDispatcher | None, queue: WgradQueue) -> None:
+        """Keep this rank's part of the experts: ``ranks`` send each other tokens.
 
-        mesh, dispatcher  None only for a plan, which runs no forward
-        queue             of experts that delay their weight gradients: one of all blocks, so that the waits of one
-                          block's backward compute those of the block behind it
+        ranks, dispatcher  a number and None only for a plan, which runs no forward
+        queue              of experts that delay their weight gradients: one of all blocks, so that the waits of one
+                           block's backward compute those of the block behind it
         """
-        keep_own(self.experts, self.experts.weight_names, rank, size, mesh)
-        self.experts.num_gemms = self.num_experts // size
+        keep_own(self.experts, self.experts.weight_names, ranks)
+        self.experts.num_gemms //= ranks if isinstance(ranks, int) else ranks.size()
         if self.experts.wgrad_queue is not None:
             self.experts.wgrad_queue = queue
         self.dispatcher = dispatcher

@@ -11,8 +11,9 @@ other modules with DTensors    (torchtitan's form) marks the parameters as exper
 Of n data-parallel ranks, ep hold all experts together, and n / ep hold the same ones.
 """
 
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple, TypeAlias
+import functools
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -31,25 +32,19 @@ from ...te_integration.experts.hugging_face_experts import (
     why_not_experts,
 )
 
-__all__ = ["ExpertRanks", "SharedExperts", "keep_own", "mesh_of", "numbers_of_experts", "same_place", "share_experts"]
+__all__ = ["ExpertRanks", "keep_own", "mesh_of", "numbers_of_experts", "same_place", "share_experts"]
 
 ExpertRanks: TypeAlias = int | dist.ProcessGroup | DeviceMesh
 """The ranks that hold all experts together; a number: so many neighbours among the data-parallel ranks."""
 
 
-class SharedExperts(NamedTuple):
-    """What ``share_experts`` has done."""
-
-    modules: tuple[nn.Module, ...]
-    """Those whose own parameters are this rank's experts."""
-    same: Ranks
-    """The ranks that hold the same experts."""
-
-
 def share_experts(
     model: nn.Module, ranks: Ranks, ep: ExpertRanks | None, dispatch: Mapping[str, Any], *, fuse: bool
-) -> SharedExperts | None:
-    """Leave each rank its part of the experts in ``model``. Collective. None: nothing to be done.
+) -> dict[nn.Module, Ranks]:
+    """Leave each rank its part of the experts in ``model``. Collective.
+
+    Returns the modules whose own parameters are this rank's experts, with the ranks that hold the same; none if there
+    is nothing to be done.
 
     ranks      the data-parallel ranks
     ep         None: only experts that are cut over data-parallel ranks already
@@ -59,19 +54,23 @@ def share_experts(
     Raises ``ValueError``, with the model unchanged, for experts that cannot be shared, and for options without effect.
     """
     if ep == 1:
-        return None  # on one process too, which has no groups
-    cut = _cut_already(model, ranks)
-    if not fuse and (ep is not None or any(map(_is_of_hugging_face, cut))):
+        return {}  # on one process too, which has no groups
+    cut, elsewhere = _cut_already(model, ranks)
+    sends = ep is not None or any(map(_is_of_hugging_face, cut))
+    if sends and not fuse:
         raise ValueError("experts over ranks need fuse=True: fused experts send tokens, those of transformers do not")
-    if ep is None:
-        if dispatch and not any(map(_is_of_hugging_face, cut)):
-            raise ValueError("dispatch has no effect: no experts are shared out; give ep=, or leave it out")
-        if not cut:
-            return None
-    elif cut:
+    if dispatch and not sends:
+        raise ValueError("dispatch has no effect: no experts are shared out; give ep=, or leave it out")
+    if ep is None and not cut:
+        return {}
+    if ep is not None and cut:
         raise ValueError("ep has no effect: the model's experts are cut over data-parallel ranks already; leave it out")
+    if elsewhere is not None:  # norms would count experts once for each of these ranks
+        raise ValueError(
+            f"experts are not shared out in a model that is cut over tensor-parallel ranks ({elsewhere}), "
+            f"which have the same tokens: cut the rest over no ranks, or all of it by transformers' plans"
+        )
     mesh = next(iter(cut.values())) if ep is None else mesh_of(ep, make_grid(ranks))
-    _check_not_cut_otherwise(model, ranks)
     same = same_place(mesh, make_grid(ranks))
     modules: Iterable[tuple[str, Any]] = model.named_modules()
     experts = {name: each for name, each in modules if (each in cut if cut else _is_of_hugging_face(each))}
@@ -86,36 +85,34 @@ def share_experts(
             reason = f"{mesh.size()} ranks do not divide {module.num_experts} experts"
         if reason is not None:
             raise ValueError(f"the experts '{name}' cannot dispatch: {reason}")
-    dispatchers: dict[int, TokenDispatcher] = {}  # one for all layers: a transport may own memory
+    # One for all layers: a transport may own memory.
+    dispatcher_of = functools.cache(lambda count: TokenDispatcher(count, mesh, **dispatch))
     made: dict[int, nn.Parameter] = {}
     for module in experts.values():
         if _is_of_hugging_face(module):
-            count = _whole_shape(module, weight_names_of(module)[0])[0]
-            if count not in dispatchers:
-                dispatchers[count] = TokenDispatcher(count, mesh, **dispatch)
-            _dispatch(module, mesh, dispatchers[count], made)
+            _dispatch(module, mesh, dispatcher_of(_whole_shape(module, weight_names_of(module)[0])[0]), made)
         else:
             for param in module.parameters(recurse=False):
                 param.allreduce = False
-    return SharedExperts(tuple(experts.values()), same)
+    return dict.fromkeys(experts.values(), same)
 
 
 def keep_own(
     owner: nn.Module,
     names: Iterable[str],
-    rank: int,
-    size: int,
-    mesh: DeviceMesh | None,
+    ranks: DeviceMesh | int,
     made: dict[int, nn.Parameter] | None = None,
 ) -> None:
-    """Leave a module the ``rank``-th of ``size`` equal parts of parameters [experts, ...], marked as experts.
+    """Leave a module this rank's of equal parts of parameters [experts, ...], marked as experts.
 
-    Its state dicts have DTensors over ``mesh``; None only for a plan. Parameters that are DTensors already become
-    local, and those that are parts already (``_whole_shape``) stay.
+    Its state dicts have DTensors over the mesh. Parameters that are DTensors already become local, and those that are
+    parts already (``_whole_shape``) stay.
 
+    ranks  that have a part each; only their number for a plan, which gets the first part
     made  the parts by ``id`` of the whole parameters, which other modules may share: so tied experts stay tied
     """
     made = {} if made is None else made
+    rank, size = (0, ranks) if isinstance(ranks, int) else (ranks.get_local_rank(), ranks.size())
     for name in names:
         whole: Any = owner._parameters[name]
         if tuple(whole.shape) != _whole_shape(owner, name):
@@ -127,8 +124,8 @@ def keep_own(
             own = made[id(whole)] = nn.Parameter(local.detach(), requires_grad=whole.requires_grad)
         own.allreduce = False  # type: ignore[attr-defined]
         owner._parameters[name] = own
-        if mesh is not None:
-            _know_layout(owner, name, own, mesh, whole)
+        if isinstance(ranks, DeviceMesh):
+            _know_layout(owner, name, own, ranks, whole)
     if isinstance(owner, DelayedWgradModule):
         owner.mark_delayed_weights()
 
@@ -158,7 +155,7 @@ def _dispatch(
     """Have a module of Hugging Face's experts keep this rank's, and send tokens to the others'."""
     names = weight_names_of(experts)
     biases = [f"{name}_bias" for name in names] if experts.has_bias else []
-    keep_own(experts, (*names, *biases), mesh.get_local_rank(), mesh.size(), mesh, made)
+    keep_own(experts, (*names, *biases), mesh, made)
     experts.__dict__.pop("_is_expert_parallel", None)
     experts.__dict__.pop("forward", None)  # that of transformers' style: see ``_why_not`` for others
     experts.num_experts = dispatcher.num_experts // mesh.size()
@@ -178,43 +175,37 @@ def _is_of_hugging_face(module: Any) -> bool:
     return isinstance(module, FusedExperts) or is_experts_class(type(module))
 
 
-def _cut_already(model: nn.Module, ranks: Ranks) -> dict[nn.Module, DeviceMesh]:
+def _cut_already(model: nn.Module, ranks: Ranks) -> tuple[dict[nn.Module, DeviceMesh], list[int] | None]:
     """The modules with stacks of experts that are cut over data-parallel ranks, with their mesh.
 
     Stacks have three dims: a matrix that is cut over ranks with other data is a mistake, which the wrapper refuses.
-    Experts that were shared out are cut as well: the model is a copy, or was unwrapped.
+    Experts that were shared out are cut as well: the model is a copy, or was unwrapped. The second result: ranks beside
+    the data-parallel ones over which something is cut.
     """
     found: dict[nn.Module, DeviceMesh] = {}
-    for module in model.modules() if can_localize(model) else ():
-        own: list[Any] = list(module.parameters(recurse=False))
-        if not own or not all(is_one_slice(each) and each.placements[0].is_shard(0) for each in own):
-            continue
-        if own[0].device_mesh.size() > 1 and any(each.dim() == 3 for each in own):
-            found[module] = own[0].device_mesh
-    parts = ((module, layout) for module in model.modules() for layout in layouts_of(module).values())
-    found |= {module: layout.mesh for module, layout in parts if layout.of_experts}
-    here = _ranks_here(ranks) if found else set()
-    found = {module: mesh for module, mesh in found.items() if here.issuperset(mesh.mesh.tolist())}
+    elsewhere: list[int] | None = None
+    here = {rank for group in make_grid(ranks).axes for rank in dist.get_process_group_ranks(group)}
+    for module, mesh, of_experts in _cuts(model):
+        if not here.issuperset(mesh.mesh.tolist()):
+            elsewhere = mesh.mesh.tolist()
+        elif of_experts:
+            found[module] = mesh
     if len({tuple(mesh.mesh.tolist()) for mesh in found.values()}) > 1:
         raise ValueError("experts are cut over several groups of data-parallel ranks: cut them all over one mesh")
-    return found
+    return found, elsewhere
 
 
-def _ranks_here(ranks: Ranks) -> set[int]:
-    return {rank for group in make_grid(ranks).axes for rank in dist.get_process_group_ranks(group)}
-
-
-def _check_not_cut_otherwise(model: nn.Module, ranks: Ranks) -> None:
-    """Tensor-parallel ranks have the same tokens and experts: norms would count these once for each of the ranks."""
-    here = _ranks_here(ranks)
-    dtensors: Iterable[Any] = filter(is_one_slice, model.parameters())
-    layouts = (layout for module in model.modules() for layout in layouts_of(module).values())
-    for mesh in (each.device_mesh if is_one_slice(each) else each.mesh for each in (*dtensors, *layouts)):
-        if not here.issuperset(mesh.mesh.tolist()):
-            raise ValueError(
-                f"experts are not shared out in a model that is cut over tensor-parallel ranks ({mesh.mesh.tolist()}), "
-                f"which have the same tokens: cut the rest over no ranks, or all of it by transformers' plans"
-            )
+def _cuts(model: nn.Module) -> Iterator[tuple[nn.Module, DeviceMesh, bool]]:
+    """Modules with parameters that are cut, over which mesh, and whether they are experts."""
+    has_dtensors = can_localize(model)
+    for module in model.modules():
+        for layout in layouts_of(module).values():
+            yield module, layout.mesh, layout.of_experts
+        own: list[Any] = list(module.parameters(recurse=False)) if has_dtensors else []
+        stacks = any(each.dim() == 3 for each in own)
+        stacks &= all(is_one_slice(each) and each.placements[0].is_shard(0) for each in own)
+        for each in filter(is_one_slice, own):
+            yield module, each.device_mesh, stacks and each.device_mesh.size() > 1
 
 
 def _why_not(experts: nn.Module, *, is_cut: bool = False) -> str | None:

@@ -20,7 +20,7 @@ from ...te_integration import convert_linears
 from ...te_integration.conversion.fused_loss import FusedLoss, is_language_model, mode_of, why_no_fused_loss
 from .blocks import Units, add_recompute, find_units
 from .dtypes import compute_in, policy_of, store_in_fp32
-from .experts import ExpertRanks, SharedExperts, share_experts
+from .experts import ExpertRanks, share_experts
 
 __all__ = ["parallelize", "shard_units"]
 
@@ -153,8 +153,8 @@ def parallelize(
     if param_dtype is not None:
         compute_in(model, param_dtype)
     arguments = {name: value for name, value in options.items() if name in _WRAPPER_OPTIONS}
-    if experts is not None:
-        arguments["expert_process_group"] = experts.same
+    if experts:
+        arguments["expert_process_group"] = next(iter(experts.values()))  # the same of all
     return DistributedDataParallel(model, process_group=mesh, **{**arguments, "config": _config_of(parallel, options)})
 
 
@@ -168,14 +168,14 @@ def _share_experts(
     dispatch: Mapping[str, Any],
     fuse: bool,
     options: Mapping[str, Any],
-) -> SharedExperts | None:
+) -> dict[nn.Module, Ranks]:
     said = [name for name in ("expert_process_group", "tensor_parallel_group") if options.get(name) is not None]
     if said and (ep is not None or dispatch):
         raise ValueError(
             f"{'dispatch' if ep is None else 'ep'} does not go with {said[0]}: ep cuts experts over data-parallel "
             f"ranks, and knows the others"
         )
-    return None if said else share_experts(model, mesh, ep, dispatch, fuse=fuse)
+    return {} if said else share_experts(model, mesh, ep, dispatch, fuse=fuse)
 
 
 def _config_of(parallel: str, options: Mapping[str, Any]) -> DistributedDataParallelConfig:
@@ -195,17 +195,15 @@ def shard_units(
     policy: MixedPrecisionPolicy,
     options: Mapping[str, Any],
     policies: Mapping[nn.Module, MixedPrecisionPolicy] | None = None,
-    experts: SharedExperts | None = None,
+    experts: Mapping[nn.Module, Ranks] = {},
 ) -> FSDPModule:
     """Make units of the blocks, the inner ones first, and of the whole model.
 
     options   arguments of ``fully_shard``. Without a ``mixed_precision`` in it, trained parameters are stored in fp32
     policies  of units with another policy than the rest
-    experts   units of their own, over the ranks that hold the same
+    experts   units of their own, with the ranks that hold the same
     """
-    apart = () if experts is None else experts.modules
-    inside = {id(each) for each in apart}
-    units = [*apart, *(unit for unit in units if id(unit) not in inside)]
+    units = [*experts, *(unit for unit in units if unit not in experts)]
     only_of_units, only_of_model = {"reshard_after_forward"}, {"copy_engine_gather"}
     if "ignored_params" in options:
         options = {**options, "ignored_params": list(options["ignored_params"])}  # each unit reads them
@@ -216,8 +214,7 @@ def shard_units(
             store_in_fp32(module, ignored)  # one unit at a time: the others' memory is that of their shards already
         given = {key: value for key, value in options.items() if key not in left_out}
         given["mixed_precision"] = (policies or {}).get(module, policy)
-        over = experts.same if experts is not None and id(module) in inside else mesh
-        fully_shard(module, over, placements, **given)
+        fully_shard(module, experts.get(module, mesh), placements, **given)
     assert isinstance(model, FSDPModule), "fully_shard has made it one"
     return model
 

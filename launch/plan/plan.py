@@ -110,7 +110,7 @@ def plan_run(config: Config, ranks: int) -> RunPlan:
         group: Any = dist.ProcessGroup(0, config.mesh.tp)  # type: ignore[call-arg]  # a rank and a size alone
         cut_gpt(model, group, sequence_parallel=config.mesh.sequence_parallel, runs=False)
     if config.mesh.ep > 1 and isinstance(model, GPT):
-        model.share_experts(0, config.mesh.ep, None)
+        model.share_experts(config.mesh.ep)
     units = lay_out(config, model, muon, ranks // config.mesh.tp // config.mesh.pp)
     buckets = [bucket for unit in units for bucket in unit.buckets]
     return RunPlan(

@@ -65,8 +65,7 @@ def load_model(config: Config, runtime: Runtime) -> LanguageModel:
         if dist.is_initialized():
             model.loss_group = runtime.loss_group or dist.group.WORLD
         if runtime.expert_mesh is not None:
-            place, mesh = runtime.expert_mesh.get_local_rank(), runtime.mesh
-            model.share_experts(place, mesh.ep, runtime.expert_mesh, mesh.transport)
+            model.share_experts(runtime.expert_mesh, runtime.mesh.transport)
         if runtime.tensor_group is not None:
             cut_gpt(model, runtime.tensor_group, sequence_parallel=config.mesh.sequence_parallel)
     recompute_blocks(model.blocks, config)

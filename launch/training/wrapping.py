@@ -37,7 +37,7 @@ from ...te_integration import GroupedMLP
 from ..config.run import Config, ConfigError, FsdpConfig, ModelConfig, OptimizerConfig
 from ..model.hugging_face import HuggingFaceModel, LanguageModel
 from ..model.moe import MixtureOfExperts
-from ..parallelizing.experts import SharedExperts, same_place
+from ..parallelizing.experts import same_place
 from ..parallelizing.graphed import graphed
 from ..parallelizing.make_optimizer import make_optimizer
 from ..parallelizing.muon import with_whole_matrices
@@ -223,10 +223,10 @@ def _sharded(module: LanguageModel, config: Config, runtime: Runtime) -> FSDPMod
         options["init_sync"] = False  # all ranks have drawn the same
     units = [unit for unit in policies if unit is not module]
     try:
-        experts = None
+        experts: dict[nn.Module, Ranks] = {}
         if runtime.expert_mesh is not None:
-            own = tuple(unit for unit in units if isinstance(unit, GroupedMLP))
-            experts = SharedExperts(own, same_place(runtime.expert_mesh, make_grid(mesh)))
+            same = same_place(runtime.expert_mesh, make_grid(mesh))
+            experts = {unit: same for unit in units if isinstance(unit, GroupedMLP)}
         return shard_units(module, units, settings.row, mesh, policies[module], options, policies, experts)
     except ValueError as error:  # an option that has no effect on this device
         raise ConfigError(f"[fsdp]: {error}") from None

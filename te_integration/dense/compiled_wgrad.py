@@ -44,8 +44,10 @@ __all__ = [
     "can_compile",
     "handle_in_backward",
     "handle_of",
+    "key_of",
     "mode_and_recipe",
     "mode_of",
+    "named_by",
     "refuse_graphs_of_torch",
     "run_outside_graph",
     "wgrad",
@@ -60,9 +62,24 @@ so that eager code raises the error."""
 _HAS_STATE = -3
 """Marker for the recipe's number: the recipe keeps scales and amaxes, which eager code records."""
 
-_handles: "weakref.WeakValueDictionary[int, WgradHandle]" = weakref.WeakValueDictionary()
-"""Handles by the number in their ``key``. Modules own them."""
+_named: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
+"""What graphs name, by the number in its key. Its owners keep it alive."""
 _numbers = itertools.count()
+
+
+def key_of(each: Any) -> Tensor:
+    """A new name for graphs: a 0-dim tensor with a number, on the CPU, since reading it waits for no device.
+
+    A graph has the key as an input, so that modules, and dispatchers, of several blocks share one graph.
+    """
+    number = next(_numbers)
+    _named[number] = each
+    return torch.tensor(number, dtype=torch.int64, device="cpu")
+
+
+def named_by(key: Tensor) -> Any:
+    """What ``key_of`` has named; None where it is gone."""
+    return _named.get(int(key.item()))
 
 
 class WgradHandle(Opaque):  # type: ignore[misc]  # torch's class, or object
@@ -77,10 +94,7 @@ class WgradHandle(Opaque):  # type: ignore[misc]  # torch's class, or object
     """
 
     def __init__(self, module: LinearModule) -> None:
-        number = next(_numbers)
-        self.key = torch.tensor(number, dtype=torch.int64, device="cpu")
-        """A 0-dim tensor with a number that no other handle has, on the CPU: reading it waits for no device."""
-        _handles[number] = self
+        self.key = key_of(self)
         self._module: Callable[[], LinearModule | None] = weakref.ref(module)
         self._places: dict[int, int] = {}
         """Number of a weight -> index of its node among those that the compiled backward leads to."""
@@ -326,8 +340,8 @@ def mode_and_recipe(
     return "graph", number
 
 
-def _run(forward: Callable[..., Any], module: nn.Module, *args: Any) -> Any:
-    return forward(module, *args)
+def _run(forward: Callable[..., Any], module: Any, *args: Any, **options: Any) -> Any:
+    return forward(module, *args, **options)
 
 
 # A graph break, for what a compiled graph cannot hold. The caller passes its forward, because type(module).forward may
@@ -373,7 +387,7 @@ def handle_in_backward(key: Tensor) -> WgradHandle:
 
 def handle_of(key: Tensor) -> WgradHandle:
     """The handle with this ``key``. Raises ``RuntimeError`` where the module is gone."""
-    handle = _handles.get(int(key.item()))
+    handle: WgradHandle | None = named_by(key)
     if handle is None or not handle.is_live:
         raise RuntimeError(
             "a module was freed between its compiled forward and the backward, and its weight gradients have no place: "

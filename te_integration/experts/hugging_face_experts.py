@@ -163,19 +163,15 @@ class FusedExperts(MadeClass, GroupedModule):
                 )
             chosen: Tensor = super().forward(hidden_states, top_k_index, top_k_weights)
             return chosen
-        if torch.compiler.is_compiling() and not (self.runs_in_graph(top_k_index) and self._sends_in_graph()):
-            output: Tensor = run_outside_graph(FusedExperts._forward, self, hidden_states, top_k_index, top_k_weights)
-            return output
-        return self._forward(hidden_states, top_k_index, top_k_weights)
-
-    def _sends_in_graph(self) -> bool:
-        return self.dispatcher is None or self.dispatcher.runs_in_graph(self.queue_now())
-
-    def _forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        dispatcher, queue = self.dispatcher, self.queue_now()
+        if torch.compiler.is_compiling() and not (
+            self.runs_in_graph(top_k_index) and (dispatcher is None or dispatcher.runs_in_graph(queue))
+        ):
+            broken: Tensor = run_outside_graph(FusedExperts.forward, self, hidden_states, top_k_index, top_k_weights)
+            return broken
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
         index = top_k_index.reshape(-1, top_k_index.shape[-1])
         probs = top_k_weights.reshape(index.shape)
-        dispatcher, queue = self.dispatcher, self.queue_now()
         row_probs: Any
         way_back: Any
         if dispatcher is None:

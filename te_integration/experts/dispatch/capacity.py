@@ -17,9 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ....ddp.collectives.rank_grid import group_size
 from ..moe_permutation import RowIdMap, row_id_map
-from .all_to_all import exchange, reporter_of, to_experts, to_senders
+from .all_to_all import Collective, to_experts, to_senders
 from .transport import Meanwhile
 
 __all__ = ["Capacity", "Slots"]
@@ -35,10 +34,10 @@ class Slots(NamedTuple):
     has_none: Tensor
     """[R] bool: rows without a slot."""
     sorting: RowIdMap
-    """From the order of senders into that of experts, for the received slots. Empty ones are last."""
+    """Empty slots are last."""
 
 
-class Capacity:
+class Capacity(Collective):
     """See ``TokenTransport``. Shapes depend on no routing: nothing waits for the host, and a CUDA graph may hold it.
 
     capacity  C. Further rows for an expert are dropped, as if their ids were E
@@ -47,13 +46,12 @@ class Capacity:
     def __init__(self, num_experts: int, group: dist.ProcessGroup | None, capacity: int) -> None:
         if capacity < 1:
             raise ValueError(f"TokenDispatcher: capacity={capacity} rows of a rank for an expert")
-        self.num_experts, self.group, self.capacity = num_experts, group, capacity
-        self.num_local = num_experts // group_size(group)
+        super().__init__(num_experts, group)
+        self.capacity = capacity
         self.num_received = num_experts * capacity
         """S."""
         self.num_dropped: Tensor | None = None
         """int64 on the device: rows that this rank has dropped since the first ``send``, recomputes included."""
-        self._reporter = reporter_of(group)
 
     def send(
         self, tensors: Sequence[Tensor], counts: Tensor, sent: Slots | None = None, meanwhile: Meanwhile = None
@@ -91,17 +89,8 @@ class Capacity:
         place = row - begins[known]
         has_none = (expert == self.num_experts) | (place >= self.capacity)
         slots = known * self.capacity + place.clamp(max=self.capacity - 1)
-        (from_ranks,) = self._exchange([kept], None)
+        (from_ranks,) = self._exchange([kept])
         experts = torch.arange(self.num_local, device=counts.device).expand(from_ranks.numel() // self.num_local, -1)
         is_filled = places < from_ranks.view_as(experts)[..., None]
         ids = torch.where(is_filled, experts[..., None], self.num_local)
         return Slots(rows.view(-1), slots, has_none, row_id_map(ids.view(-1, 1), self.num_local))
-
-    def _exchange(self, tensors: Sequence[Tensor], meanwhile: Meanwhile) -> Sequence[Tensor]:
-        if self.group is None or self.group.size() == 1:
-            if meanwhile is not None:
-                meanwhile()
-            return tensors
-        arrived = [torch.empty_like(tensor) for tensor in tensors]
-        exchange(self.group, self._reporter, tensors, arrived, None, None, meanwhile)
-        return arrived

@@ -6,8 +6,6 @@ merged or repeated an exchange on one of them would leave the others waiting. Wh
 list of tensors in a graph. Legend: as in ``transport.py``; T tokens.
 """
 
-import itertools
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -16,13 +14,13 @@ from torch import Tensor
 
 from ....kernels import unpermute_rows
 from ....kernels.operators import permute_rows_op
-from ...dense.compiled_wgrad import can_compile, refuse_graphs_of_torch
+from ...dense.compiled_wgrad import can_compile, key_of, named_by, refuse_graphs_of_torch
 from ...torch_internals import is_tracing_recomputed, make_effectful_op
 from ..moe_permutation import RowIdMap
 from .capacity import Capacity, Slots
 from .symmetric import Route, SymmetricExchange
 
-__all__ = ["Place", "send_back_in_graph", "send_in_graph"]
+__all__ = ["Place"]
 
 
 class _Form(NamedTuple):
@@ -62,100 +60,40 @@ _FORMS = (
     ),
 )
 
-_transports: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
-"""By the number in the ``key`` of their ``Place``. Dispatchers own them."""
-_numbers = itertools.count()
-
 
 class Place:
     """A transport as graphs name it."""
 
     def __init__(self, transport: Any) -> None:
-        number = next(_numbers)
-        self.key = torch.tensor(number, dtype=torch.int64, device="cpu")
-        """As ``WgradHandle.key``: an input of the graph, so that the blocks of several dispatchers share one."""
         self.form = next((at for at, form in enumerate(_FORMS) if type(transport) is form.transport), -1)
         """Index in ``_FORMS``; -1: it needs eager code."""
         self.transport = transport
-        if self.form >= 0:
-            _transports[number] = transport
+        self.key = key_of(self)
 
     @property
     def is_usable(self) -> bool:
         """Whether the graph that is traced can name it: ``num_received`` may need a first call."""
-        if self.form < 0 or self.transport.num_received is None or _send_op is None or not can_compile():
+        if self.form < 0 or self.transport.num_received is None or not can_compile():
             return False
         return not torch.compiler.is_compiling() or not is_tracing_recomputed()
 
+    def send(self, tensors: Sequence[Tensor], counts: Tensor) -> tuple[list[Tensor], Tensor, Any]:
+        """``TokenTransport.send`` of rows that have not travelled before. Differentiable."""
+        transport, num_sent = self.transport, len(tensors)
+        sizes = transport.num_received, transport.num_local
+        found = _send_op(tensors, self.key, counts, [], self.form, *sizes)
+        sent = found[num_sent:]
+        return found[:num_sent], sent[-1], _FORMS[self.form].restored(sent, tensors[0].shape[0])
 
-def send_in_graph(place: Place, tensors: Sequence[Tensor], counts: Tensor) -> tuple[list[Tensor], Tensor, Any]:
-    """``TokenTransport.send`` of rows that have not travelled before. Differentiable."""
-    rows, num_sent = tensors[0].shape[0], len(tensors)
-    transport = place.transport
-    found = _sent_in_graph(place.key, place.form, transport.num_received, transport.num_local, counts, *tensors)
-    sent = found[num_sent:]
-    return list(found[:num_sent]), sent[-1], _FORMS[place.form].restored(sent, rows)
+    def send_back(self, rows: Tensor, sent: Any, places: Tensor) -> Tensor:
+        """``TokenTransport.send_back``, and the sum over the copies of each token: [S, D] -> [T, D]. Differentiable.
 
-
-def send_back_in_graph(place: Place, rows: Tensor, sent: Any, num_rows: int, places: Tensor | None = None) -> Tensor:
-    """``TokenTransport.send_back``: [S, D] -> [R, D]. Differentiable.
-
-    places  [T, k]: the sum over the copies of each token, [T, D], by the same operator, for a compiler keeps results of
-            operators with effects for backward, and copies are k times larger
-    """
-    of_way = _FORMS[place.form].tensors(sent)
-    returned: Tensor = _returned_in_graph(place.key, place.form, num_rows, rows, places, *of_way)
-    return returned
-
-
-@torch.compiler.allow_in_graph
-def _sent_in_graph(*arguments: Any) -> tuple[Tensor, ...]:
-    return _Sent.apply(*arguments)  # type: ignore[no-any-return]
-
-
-@torch.compiler.allow_in_graph
-def _returned_in_graph(*arguments: Any) -> Tensor:
-    return _Returned.apply(*arguments)  # type: ignore[no-any-return]
-
-
-class _Sent(torch.autograd.Function):
-    """Tensors [R, ...] -> the same as received [S, ...], then those of ``sent``."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, key: Tensor, form: int, received: int, num_local: int, counts: Tensor, *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
-        found = _send_op(list(tensors), key, counts, [], form, received, num_local)
-        ctx.save_for_backward(key, *found[len(tensors) :])
-        ctx.form, ctx.rows = form, tensors[0].shape[0]
-        return tuple(found)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        key, *sent = ctx.saved_tensors
-        # All go back if one needs it, as in eager code, where one function permutes them: x may need none on one rank.
-        gone = _back_op(list(grads[: len(ctx.needs_input_grad) - 5]), key, sent, ctx.form, ctx.rows, None)
-        return None, None, None, None, None, *gone
-
-
-class _Returned(torch.autograd.Function):
-    """Rows [S, D] -> [R, D], or with ``places`` [T, D]."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, key: Tensor, form: int, num_rows: int, rows: Tensor, places: Tensor | None, *sent: Tensor
-    ) -> Tensor:
-        ctx.save_for_backward(key, places, *sent)
-        ctx.form, ctx.received = form, rows.shape[0]
-        (found,) = _back_op([rows], key, list(sent), form, num_rows, places)
-        return found  # type: ignore[no-any-return]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        key, places, *sent = ctx.saved_tensors
-        grad = grads[0] if places is None else permute_rows_op(grads[0], places)
-        (again,) = _send_op([grad], key, None, sent, ctx.form, ctx.received, 0)
-        return None, None, None, again, None, *[None] * len(sent)
+        places  [T, k] of ``RowIdMap``. The same operator sums, for a compiler keeps results of operators with effects
+                for backward, and copies are k times larger
+        """
+        of_way = _FORMS[self.form].tensors(sent)
+        (returned,) = _back_op([rows], self.key, of_way, self.form, places.numel(), places)
+        return returned  # type: ignore[no-any-return]
 
 
 # ---- The operators. ----
@@ -163,10 +101,10 @@ class _Returned(torch.autograd.Function):
 
 def _transport_of(key: Tensor, like: Tensor) -> Any:
     refuse_graphs_of_torch(like)
-    transport = _transports.get(int(key.item()))
-    if transport is None:
+    place: Place | None = named_by(key)
+    if place is None:
         raise RuntimeError("a TokenDispatcher was freed between its compiled forward and the backward: keep it")
-    return transport
+    return place.transport
 
 
 def _send(
@@ -225,3 +163,36 @@ _back_op: Any = make_effectful_op(
     ],
 )
 """[S, ...] each -> [R, ...]; with ``places`` [T, k] the sums [T, D] of the one tensor's rows."""
+
+
+# ---- The gradient of each is the other one. ----
+
+
+def _keep_sent(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    tensors, key, _, _, ctx.form, *_ = inputs
+    ctx.save_for_backward(key, *output[len(tensors) :])
+    ctx.rows, ctx.num_sent = tensors[0].shape[0], len(tensors)
+
+
+def _grad_of_sent(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
+    key, *sent = ctx.saved_tensors
+    # All go back if one needs it, as in eager code: x may need none on one rank.
+    return _back_op(grads[: ctx.num_sent], key, sent, ctx.form, ctx.rows, None), None, None, [], None, None, None
+
+
+def _keep_returned(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    (rows,), key, sent, ctx.form, _, places = inputs
+    ctx.save_for_backward(key, places, *sent)
+    ctx.received = rows.shape[0]
+
+
+def _grad_of_returned(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
+    key, places, *sent = ctx.saved_tensors
+    rows = permute_rows_op(grads[0], places)
+    again = _send_op([rows], key, None, sent, ctx.form, ctx.received, 0)
+    return again, None, [None] * len(sent), None, None, None
+
+
+if _send_op is not None:
+    torch.library.register_autograd("maingrad::send_rows", _grad_of_sent, setup_context=_keep_sent)
+    torch.library.register_autograd("maingrad::send_rows_back", _grad_of_returned, setup_context=_keep_returned)

@@ -9,11 +9,9 @@ Autograd is in this file: transports move plain tensors, and each of their direc
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -24,37 +22,21 @@ from ....kernels.quantized import QuantSpec
 from ...dense.compiled_wgrad import run_outside_graph
 from ...recipes import recipe_now
 from ...wgrad_queue import Filling, WgradQueue, filling
-from ..moe_permutation import RowIdMap, moe_permute, moe_permute_with_probs, moe_unpermute
-from .all_to_all import AllToAll
+from ..moe_permutation import RowIdMap, moe_permute_with_probs
+from .all_to_all import AllToAll, Alone
 from .capacity import Capacity
-from .compiled_dispatch import Place, send_back_in_graph, send_in_graph
-from .quantized_rows import RowSpecs, send_rows
+from .compiled_dispatch import Place
+from .quantized_rows import row_spec, send_rows
 from .symmetric import SymmetricExchange
 from .transport import TokenTransport
 
 __all__ = ["Dispatched", "TokenDispatcher"]
 
 
-def _symmetric(num_experts: int, group: dist.ProcessGroup | None) -> TokenTransport:
-    return AllToAll(num_experts, group) if group is None else SymmetricExchange(num_experts, group)
-
-
-_TRANSPORTS: dict[str, Callable[[int, dist.ProcessGroup | None], TokenTransport]] = {
+_TRANSPORTS: dict[str, Callable[[int, Any], TokenTransport]] = {
     "all_to_all": AllToAll,
-    "symmetric": _symmetric,
+    "symmetric": SymmetricExchange,
 }
-
-
-class _Way(NamedTuple):
-    """How rows have travelled, to travel so again in backward."""
-
-    counts: Tensor
-    sent: Any
-    """The transport's own."""
-    waiting: Filling
-    """What backward does while rows travel."""
-    of_grad: QuantSpec | None
-    """How gradients of rows are quantised on their way to experts."""
 
 
 class Dispatched(NamedTuple):
@@ -62,8 +44,13 @@ class Dispatched(NamedTuple):
 
     sorting: RowIdMap
     """This rank's tokens in the order of all E experts."""
-    way: _Way
-    meanwhile: Any
+    sent: Any
+    """How rows have travelled, as the transport keeps it."""
+    waiting: Filling = None
+    """What backward does while rows travel."""
+    of_grad: QuantSpec | None = None
+    """How gradients of rows are quantised on their way to experts."""
+    meanwhile: Any = None
     """What ``meanwhile`` has returned."""
 
 
@@ -117,7 +104,7 @@ class TokenDispatcher:
         elif capacity is not None:
             self.transport = Capacity(num_experts, self.group, capacity)
         elif transport in _TRANSPORTS:
-            self.transport = _TRANSPORTS[transport](num_experts, self.group)
+            self.transport = Alone() if ranks == 1 else _TRANSPORTS[transport](num_experts, self.group)
         else:
             raise ValueError(f"TokenDispatcher: transport={transport!r} is none of capacity, {', '.join(_TRANSPORTS)}")
         self._place = Place(self.transport)
@@ -129,25 +116,73 @@ class TokenDispatcher:
         self,
         x: Tensor,
         expert_ids: Tensor,
-        probs: Tensor | None = None,
+        probs: Tensor,
         *,
         queue: WgradQueue | None = None,
         meanwhile: Callable[[], Any] | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor | None, Dispatched]:
+    ) -> tuple[Tensor, Tensor, Tensor, Dispatched]:
         """Returns rows [S, D], their numbers by local expert [E / ep] on the device, probabilities [S], and a handle.
 
         x           [T, D]  tokens of this rank
         expert_ids  [T, k]  see ``row_id_map``: an id of E drops the copy
-        probs       [T, k]  travel with the rows; None: give them to ``combine``, or none count
+        probs       [T, k]  travel with the rows
         queue               with ``fill_waits``: backward computes half of it meanwhile; None: that of ``delayed_wgrad``
         meanwhile           runs while rows travel, as a shared expert: its result is the handle's ``meanwhile``
 
         Rows are sorted by expert, then by sender. Rows behind the last expert's may hold anything.
         """
         if torch.compiler.is_compiling() and not self.runs_in_graph(queue):
-            broken: Any = run_outside_graph(TokenDispatcher._dispatch, self, x, expert_ids, probs, queue, meanwhile)
-            return broken  # type: ignore[no-any-return]
-        return self._dispatch(x, expert_ids, probs, queue, meanwhile)
+            given: Any = {"queue": queue, "meanwhile": meanwhile}
+            return run_outside_graph(TokenDispatcher.dispatch, self, x, expert_ids, probs, **given)  # type: ignore[no-any-return]
+        *travelling, sorting = moe_permute_with_probs(x, probs, expert_ids, self.num_experts)
+        if torch.compiler.is_compiling():
+            (rows, row_probs), splits, sent = self._place.send(travelling, sorting.splits)
+            found = None if meanwhile is None else meanwhile()
+            return rows, splits, row_probs, Dispatched(sorting, sent, meanwhile=found)
+        waiting = filling(queue_of_block() if queue is None else queue)
+        result: list[Any] = []
+        recipe = recipe_now() if self.quantize_rows else None
+        received, splits, sent = send_rows(
+            self.transport,
+            row_spec(recipe, "input"),
+            [tensor.detach() for tensor in travelling],
+            sorting.splits,
+            None,
+            None if meanwhile is None else lambda: result.append(meanwhile()),
+        )
+
+        def back(grads: list[Tensor]) -> list[Tensor]:
+            returned: list[Tensor] = self.transport.send_back(grads, sent, waiting)
+            return returned
+
+        rows, row_probs = _Travelled.apply(back, received, *travelling)
+        return rows, splits, row_probs, Dispatched(sorting, sent, waiting, row_spec(recipe, "grad"), *result)
+
+    def combine(self, rows: Tensor, dispatched: Dispatched, *, meanwhile: Callable[[], object] | None = None) -> Tensor:
+        """y [T, D]: the sum over each token's k copies, in fp32, rounded once.
+
+        rows       [S, D]  outputs of the experts, for ``dispatch``'s rows
+        meanwhile          runs while rows travel, as the experts of another microbatch
+        """
+        in_graph = self._place.is_usable and dispatched.waiting is None and dispatched.of_grad is None
+        if torch.compiler.is_compiling() and not in_graph:
+            broken: Tensor = run_outside_graph(TokenDispatcher.combine, self, rows, dispatched, meanwhile=meanwhile)
+            return broken
+        (places, _, splits), sent, waiting, of_grad, _ = dispatched
+        if torch.compiler.is_compiling():
+            y = self._place.send_back(rows, sent, places)
+            if meanwhile is not None:
+                meanwhile()
+            return y
+        (arrived,) = self.transport.send_back([rows.detach()], sent, meanwhile)
+
+        def again(grads: list[Tensor]) -> list[Tensor]:
+            of_rows = [permute_rows(grads[0], places)]
+            return send_rows(self.transport, of_grad, of_rows, splits, sent, waiting)[0]
+
+        # As one function, which saves no tensor: a recompute for backward's sake ends before these rows travel.
+        (y,) = _Travelled.apply(again, [unpermute_rows(arrived, places)], rows)
+        return y  # type: ignore[no-any-return]
 
     def runs_in_graph(self, queue: WgradQueue | None = None) -> bool:
         """Whether ``torch.compile`` takes ``dispatch`` and ``combine`` into its graph; if not, each breaks it.
@@ -158,100 +193,9 @@ class TokenDispatcher:
         queue = queue_of_block() if queue is None else queue
         return self._place.is_usable and not self.quantize_rows and (queue is None or not queue.fill_waits)
 
-    def _dispatch(
-        self,
-        x: Tensor,
-        expert_ids: Tensor,
-        probs: Tensor | None,
-        queue: WgradQueue | None,
-        meanwhile: Callable[[], Any] | None,
-    ) -> tuple[Tensor, Tensor, Tensor | None, Dispatched]:
-        if probs is None:
-            rows, sorting = moe_permute(x, expert_ids, self.num_experts)
-            travelling = [rows]
-        else:
-            rows, row_probs, sorting = moe_permute_with_probs(x, probs, expert_ids, self.num_experts)
-            travelling = [rows, row_probs]
-        if torch.compiler.is_compiling():
-            (rows, *rest), splits, sent = send_in_graph(self._place, travelling, sorting.splits)
-            way = _Way(sorting.splits, sent, None, None)
-            of_graph = Dispatched(sorting, way, None if meanwhile is None else meanwhile())
-            return rows, splits, rest[0] if rest else None, of_graph
-        waiting = filling(queue_of_block() if queue is None else queue)
-        result: list[Any] = []
-        specs = RowSpecs.of(recipe_now() if self.quantize_rows else None)
-        received, splits, sent = send_rows(
-            self.transport,
-            specs.of_input,
-            [tensor.detach() for tensor in travelling],
-            sorting.splits,
-            None,
-            None if meanwhile is None else lambda: result.append(meanwhile()),
-        )
-        way = _Way(sorting.splits, sent, waiting, specs.of_grad)
-        rows, *rest = _Travelled.apply(partial(self._back, way), received, *travelling)
-        dispatched = Dispatched(sorting, way, result[0] if result else None)
-        return rows, splits, rest[0] if rest else None, dispatched
-
-    def combine(
-        self,
-        rows: Tensor,
-        dispatched: Dispatched,
-        probs: Tensor | None = None,
-        *,
-        meanwhile: Callable[[], object] | None = None,
-    ) -> Tensor:
-        """y [T, D]: the sum over each token's k copies, in fp32, rounded once.
-
-        rows       [S, D]  outputs of the experts, for ``dispatch``'s rows
-        probs      [T, k]  multiply the copies here; None: the experts did, or none count
-        meanwhile          runs while rows travel, as the experts of another microbatch
-        """
-        way = dispatched.way
-        in_graph = self._place.is_usable and way.waiting is None and way.of_grad is None
-        if torch.compiler.is_compiling() and not in_graph:
-            broken: Tensor = run_outside_graph(TokenDispatcher._combine, self, rows, dispatched, probs, meanwhile)
-            return broken
-        return self._combine(rows, dispatched, probs, meanwhile)
-
-    def _combine(
-        self, rows: Tensor, dispatched: Dispatched, probs: Tensor | None, meanwhile: Callable[[], object] | None
-    ) -> Tensor:
-        sorting, way, _ = dispatched
-        if torch.compiler.is_compiling():
-            places = sorting.places if probs is None else None
-            copies = send_back_in_graph(self._place, rows, way.sent, sorting.copies.shape[0], places)
-            if meanwhile is not None:
-                meanwhile()
-            return copies if probs is None else _weighted_sum(copies, sorting, probs)
-        (arrived,) = self.transport.send_back([rows.detach()], way.sent, meanwhile)
-        if probs is not None:
-            (copies,) = _Travelled.apply(partial(self._again, way, None), [arrived], rows)
-            return _weighted_sum(copies, sorting, probs)
-        # As one function, which saves no tensor: a recompute for backward's sake ends before these rows travel.
-        summed = unpermute_rows(arrived, sorting.places)
-        (y,) = _Travelled.apply(partial(self._again, way, sorting.places), [summed], rows)
-        return y  # type: ignore[no-any-return]
-
-    # The gradient of each direction is the other one.
-
-    def _back(self, way: _Way, grads: list[Tensor]) -> list[Tensor]:
-        back: list[Tensor] = self.transport.send_back(grads, way.sent, way.waiting)
-        return back
-
-    def _again(self, way: _Way, places: Tensor | None, grads: list[Tensor]) -> list[Tensor]:
-        if places is not None:
-            grads = [permute_rows(grads[0], places)]
-        return send_rows(self.transport, way.of_grad, grads, way.counts, way.sent, way.waiting)[0]
-
-
-def _weighted_sum(copies: Tensor, sorting: RowIdMap, probs: Tensor) -> Tensor:
-    copies = copies * probs.reshape(-1).index_select(0, sorting.copies)[:, None].to(copies.dtype)
-    return moe_unpermute(copies, sorting)
-
 
 class _Travelled(torch.autograd.Function):
-    """Tensors -> ``arrived``, what a transport has made of them.
+    """Tensors -> ``arrived``, what a transport has made of them. The gradient of each direction is the other one.
 
     Rows have travelled before, outside of the function, so that autograd sees what ran meanwhile.
     """
@@ -267,6 +211,6 @@ class _Travelled(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise RuntimeError("TokenDispatcher: second derivatives (create_graph=True) through it are not defined")
-        _, _, *needed = ctx.needs_input_grad  # alike on all ranks, unlike what has reached this one
-        gone = iter(ctx.back([grad for grad, needs in zip(grads, needed, strict=True) if needs]))
-        return None, None, *(next(gone) if needs else None for needs in needed)
+        # All go back, whatever has reached this rank: other ranks wait for each. One function has permuted them, so
+        # that all need a gradient if one does.
+        return None, None, *ctx.back(list(grads))

@@ -10,7 +10,7 @@ that were rounded before.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -19,27 +19,16 @@ from ....kernels.quantized import Quantized, QuantSpec, ScaleForm, dequantize, q
 from ...recipes import Recipe
 from .transport import Meanwhile, TokenTransport
 
-__all__ = ["RowSpecs", "send_rows"]
+__all__ = ["row_spec", "send_rows"]
 
 
-class RowSpecs(NamedTuple):
-    """How rows on their way to experts are quantised; None: not."""
-
-    of_input: QuantSpec | None = None
-    of_grad: QuantSpec | None = None
-
-    @classmethod
-    def of(cls, recipe: Recipe | None) -> "RowSpecs":
-        """The recipe's, where it has scales for parts of a row."""
-        if recipe is None:
-            return cls()
-        specs = (recipe.specs("input")[0], recipe.specs("grad")[0])
-        return cls(*(spec if _survives(spec) else None for spec in specs))
-
-
-def _survives(spec: QuantSpec) -> bool:
-    powers = (ScaleForm.POWER_OF_TWO, ScaleForm.E8M0)
-    return spec.block is not None and spec.block[0] == 1 and spec.scale in powers and not spec.stochastic
+def row_spec(recipe: Recipe | None, operand: Literal["input", "grad"]) -> QuantSpec | None:
+    """How the recipe quantises rows, if it has scales for parts of a row; None: not."""
+    if recipe is None:
+        return None
+    spec, powers = recipe.specs(operand)[0], (ScaleForm.POWER_OF_TWO, ScaleForm.E8M0)
+    survives = spec.block is not None and spec.block[0] == 1 and spec.scale in powers and not spec.stochastic
+    return spec if survives else None
 
 
 def send_rows(

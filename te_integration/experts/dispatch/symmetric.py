@@ -26,6 +26,8 @@ if HAS_TRITON:
 __all__ = ["Route", "SymmetricExchange"]
 
 _ALIGNMENT = 128
+_TIMEOUT = 600.0
+"""Seconds, about, after which a rank that waits for others in vain ends with a CUDA error."""
 
 
 class Route(NamedTuple):
@@ -44,7 +46,6 @@ class SymmetricExchange:
     max_rows         R at most, on any rank and in any call; None: the largest of the first call
     capacity_factor  S / ``max_rows``, S rows being received at most. Rows beyond are dropped: they come back as zeros.
                      None: the number of ranks, so that all rows may go to one rank
-    timeout          seconds, about, after which a rank that waits for others in vain ends with a CUDA error
 
     Exchanges are ordered: streams that call it wait for each other, and all ranks call it in one order. Received rows
     behind the last expert's are zeros. The first call and those with wider rows than before make buffers: the host
@@ -60,23 +61,22 @@ class SymmetricExchange:
         *,
         max_rows: int | None = None,
         capacity_factor: float | None = None,
-        timeout: float = 600.0,
     ) -> None:
         self.group = group
         self.num_local = num_experts // group.size()
         self.capacity_factor = group.size() if capacity_factor is None else capacity_factor
-        self.timeout = timeout
-        self.max_rows: int | None = None
-        self.num_received: int | None = None
-        """S; None before the first call, if that says ``max_rows``."""
-        if max_rows is not None:
-            self._allow(max_rows)
+        self.max_rows = max_rows
         self.num_dropped: Tensor | None = None
         """[1] int64 on the device: received rows beyond S, in all calls so far; None before the first."""
         self._exchange: Exchange | None = None
         self._memory: list[Any] = []
         """Buffers and what maps those of the others. Graphs may be captured over old ones."""
         self._side: torch.cuda.Stream | None = None
+
+    @property
+    def num_received(self) -> int | None:
+        """S; None before the first call, if that says ``max_rows``."""
+        return None if self.max_rows is None else math.ceil(self.capacity_factor * self.max_rows)
 
     def send(
         self, tensors: Sequence[Tensor], counts: Tensor, sent: Route | None = None, meanwhile: Meanwhile = None
@@ -95,15 +95,11 @@ class SymmetricExchange:
             _refuse_capture(counts)
             most = torch.tensor(rows, device=counts.device)
             dist.all_reduce(most, dist.ReduceOp.MAX, self.group)
-            self._allow(int(most))
-        assert self.max_rows is not None, "it is known now"
+            self.max_rows = int(most)
         if rows > self.max_rows:
             raise ValueError(f"SymmetricExchange: {rows} rows, and max_rows={self.max_rows}: give a larger one")
         plan = counts.new_empty(2 * len(counts) + 1, dtype=torch.int32)
         return Route(plan, counts.new_empty(self.num_local, dtype=torch.int64), rows)
-
-    def _allow(self, rows: int) -> None:
-        self.max_rows, self.num_received = rows, math.ceil(self.capacity_factor * rows)
 
     def _travel(
         self,
@@ -124,7 +120,7 @@ class SymmetricExchange:
             # Rows of the receiver are routed by the plan, on either side of the meeting.
             for offset, source in zip(offsets, sources, strict=True):
                 copy_rows(exchange, offset, source, route.plan, routed=back, write=True)
-            meet(exchange, counts, route.plan, route.splits, most, self.timeout)
+            meet(exchange, counts, route.plan, route.splits, most, _TIMEOUT)
             for offset, result in zip(offsets, results, strict=True):
                 copy_rows(exchange, offset, result, route.plan, routed=not back, write=False)
 

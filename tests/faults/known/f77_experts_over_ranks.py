@@ -44,7 +44,7 @@ FAULTS = [
         changes=[
             Change(
                 f"{DISPATCH}.dispatcher",
-                "TokenDispatcher._dispatch",
+                "TokenDispatcher.dispatch",
                 "received, *travelling)",
                 "received, travelling[0], *[each.detach() for each in travelling[1:]])",
             )
@@ -58,13 +58,15 @@ FAULTS = [
             Change(
                 f"{DISPATCH}.all_to_all",
                 "AllToAll.send_back",
-                "        for result in results:\n",
+                "return self._exchange(travelling, meanwhile, sent.received, sent.sent, sent.rows)",
                 """
+        results = self._exchange(travelling, meanwhile, sent.received, sent.sent, sent.rows)
         for result in results:
             if result.dim() == 1:
                 mine = sum(sent.sent[: self.group.rank()])
                 result[:mine].zero_()
                 result[mine + sent.sent[self.group.rank()] :].zero_()
+        return results
 """,
             )
         ],
@@ -77,8 +79,11 @@ FAULTS = [
             Change(
                 f"{DISPATCH}.all_to_all",
                 "AllToAll.send_back",
-                "if sent is None:",
-                "if sent is None or not len(tensors[0]):",
+                "        travelling = ",
+                """
+        if not len(tensors[0]):
+            return [each.new_zeros(sent.rows, *each.shape[1:]) for each in tensors]
+        travelling = """,
             )
         ],
     ),
@@ -112,7 +117,7 @@ FAULTS = [
         "77h-dropped-rows-hold-what-the-memory-held",
         sentence="Rows that went nowhere come back as the memory was, and are summed.",
         tests=[EXACT.format("all_to_all", 2, "dropped")],
-        changes=[Change(f"{DISPATCH}.all_to_all", "AllToAll.send_back", "result[num_sent:].zero_()", "pass")],
+        changes=[Change(f"{DISPATCH}.all_to_all", "Collective._exchange", "result[arriving:].zero_()", "pass")],
     ),
     Fault(
         "77i-received-rows-stay-in-the-order-of-senders",
@@ -162,19 +167,19 @@ FAULTS = [
         changes=[
             Change(
                 f"{DISPATCH}.all_to_all",
-                "exchange",
+                "Collective._exchange",
                 """
-    if meanwhile is not None:
-        meanwhile()
-    with reporter.watch("an exchange of experts' rows"):
-        for work in works:
-            work.wait()
+        if meanwhile is not None:
+            meanwhile()
+        with self._reporter.watch("an exchange of experts' rows"):
+            for work in works:
+                work.wait()
 """,
                 """
-    for work in works:
-        work.wait()
-    if meanwhile is not None:
-        meanwhile()
+        for work in works:
+            work.wait()
+        if meanwhile is not None:
+            meanwhile()
 """,
             )
         ],
@@ -212,9 +217,9 @@ FAULTS = [
         changes=[
             Change(
                 f"{DISPATCH}.all_to_all",
-                "reporter_of",
-                "reporter = FailureReporter()",
-                "reporter = FailureReporter(); reporter.active = False",
+                "Collective.__init__",
+                "self._reporter = FailureReporter()",
+                "self._reporter = FailureReporter(); self._reporter.active = False",
             ),
         ],
     ),
@@ -222,7 +227,11 @@ FAULTS = [
         "77q-gradients-of-rows-travel-wide",
         sentence="Under a recipe rows travel in 8 bits, and their gradients in 16.",
         tests=[TESTS + "test_quantized_rows.py::test_products_of_rows_have_the_same_bits"],
-        changes=[Change(f"{DISPATCH}.dispatcher", "TokenDispatcher._again", "way.of_grad", "None")],
+        changes=[
+            Change(
+                f"{DISPATCH}.dispatcher", "TokenDispatcher.combine", "self.transport, of_grad", "self.transport, None"
+            )
+        ],
     ),
     Fault(
         "77r-rows-in-8-bits-lose-their-scales",

@@ -424,7 +424,7 @@ def test_delayed_weight_gradients_of_experts_are_computed_while_rows_travel():
     def pending(ranks: int) -> list[int]:
         model = build_model(config(delay_wgrad_layers=2, fuse_wgrad_accumulation=False), seed=0)
         if ranks > 1:
-            model.share_experts(dist.get_rank(), ranks, dist.init_device_mesh("cpu", (ranks,)))
+            model.share_experts(dist.init_device_mesh("cpu", (ranks,)))
         batch = tokens(2, 17, seed=dist.get_rank())
         model(batch[:, :-1], batch[:, 1:]).backward()
         queues = dict.fromkeys(block.ffn.experts.wgrad_queue for block in model.blocks)

@@ -308,7 +308,7 @@ def test_stacks_that_are_cut_in_other_ways_are_no_experts() -> None:
             parallelize(cut(OwnModel(), mesh["ep"], 1), "zero1")
         one = init_device_mesh("cpu", (4, 1), mesh_dim_names=("dp", "one"))["one"]
         for over, ranks in ((mesh["ep"], mesh["same"]), (one, None)):
-            assert share_experts(cut(OwnModel(), over, 0), ranks, None, {}, fuse=True) is None
+            assert share_experts(cut(OwnModel(), over, 0), ranks, None, {}, fuse=True) == {}
         both = nn.ModuleList(cut(OwnModel(), mesh[name], 0) for name in ("same", "ep"))
         with pytest.raises(ValueError, match="experts are cut over several groups of data-parallel ranks"):
             parallelize(both, "zero1")
@@ -428,7 +428,7 @@ def test_one_rank_has_all_experts() -> None:
 
 def test_a_part_of_delayed_experts_is_delayed() -> None:
     experts = GroupedMLP(4, 8, 16, bias=False, single_grouped_weight=True, delay_wgrad_compute=True)
-    keep_own(experts, experts.weight_names, 0, 2, None)
+    keep_own(experts, experts.weight_names, 2)
     found = find_owned_params(experts)
     assert len(found) == 2 and all(each.delayed and len(each.param) == 2 for each in found)
     assert all(each.param.skip_backward_post_hook for each in found), "as Transformer Engine marks them"

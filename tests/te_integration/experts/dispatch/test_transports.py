@@ -304,16 +304,8 @@ def test_one_process_alone_computes_meanwhile_and_fills_its_waits_too(options: d
 def test_rows_that_were_dropped_are_counted_over_all_calls() -> None:
     dispatcher = TokenDispatcher(EXPERTS, WORLD_OF_ONE, "capacity", capacity=2)
     for calls in range(1, 3):
-        dispatcher.dispatch(torch.ones(5, DIM), torch.ones(5, 1, dtype=torch.int64))
+        dispatcher.dispatch(torch.ones(5, DIM), torch.ones(5, 1, dtype=torch.int64), torch.ones(5, 1))
         assert dispatcher.transport.num_dropped == 3 * calls
-
-
-def test_probabilities_at_the_sender_leave_the_dtype_of_rows() -> None:
-    dispatcher, tokens = TokenDispatcher(EXPERTS, WORLD_OF_ONE), make_tokens(0, 6)
-    rows, _, _, dispatched = dispatcher.dispatch(tokens.x.bfloat16(), tokens.ids)
-    y = dispatcher.combine(rows, dispatched, tokens.probs)
-    assert y.dtype is torch.bfloat16
-    torch.testing.assert_close(y.float(), tokens.x * tokens.probs.sum(1, keepdim=True), rtol=2**-7, atol=0.0)
 
 
 def test_how_many_rows_a_symmetric_exchange_takes_and_gives() -> None:
