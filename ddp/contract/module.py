@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
 from ..torch_internals import weak_method
-from .main_grad import absorb_grad, is_delayed, mark_delayed
+from .main_grad import absorb_grad, is_delayed, mark_delayed, record_of
 from .record import GradRecord
 from .torch_wrappers import is_sharded_by_torch
 
@@ -115,20 +115,34 @@ def is_sharded(weight: Tensor) -> bool:
     return any(hasattr(form, "shard") for form in forms_of(weight)) or is_sharded_by_torch(weight)
 
 
-def listen_to_foreign_delays(param: Tensor, record: GradRecord, owners: Iterable[Any]) -> None:
+def listen_to_foreign_delays(param: Tensor, record: GradRecord, owners: Iterable[tuple[Any, str]]) -> None:
     """Have foreign modules that delay ``param`` report each ``backward_dw`` to ``record``.
 
-    owners  the modules that register ``param``
+    owners  the modules that register ``param``, and the names by which they do
     """
-    if not is_delayed(param):
-        return
-    for module in owners:
+    for module, local in owners:
         register = getattr(module, "register_wgrad_accumulation_and_reduce_hooks", None)
         if register is None or isinstance(module, FusedWgradModule):
             continue
-        record.foreign_delayer = type(module).__name__
+        owner = type(module).__name__
         # A foreign module keeps the function and may outlive the wrapper: the function must not keep the buckets alive.
-        register(partial(weak_method(take_grad_of_backward_dw, param, record), record.foreign_delayer))
+        if is_delayed(param):
+            record.foreign_delayer = owner
+            register(partial(weak_method(take_grad_of_backward_dw, param, record), owner))
+        elif "weight" in local and param.dim() > 1:  # not of a norm: a module that delays at all delays these
+            register(partial(weak_method(_refuse_without_mark, param, record), f"{owner}.{local}"))
+
+
+def _refuse_without_mark(param: Tensor, record: GradRecord, weight: str) -> None:
+    """A foreign module has computed a gradient that nobody has waited for."""
+    if record_of(param) is not record:
+        return
+    raise RuntimeError(
+        f"parameter '{record.name}': backward_dw() has computed the gradient of {weight}, which was taken for complete "
+        f"after backward: the module marks weights and biases that it makes, and copies of these, and parameters that "
+        f"were put into it later, have no mark; set param.skip_backward_post_hook = True on its weights and biases "
+        f"before the model is wrapped"
+    )
 
 
 def take_grad_of_backward_dw(param: Tensor, record: GradRecord, owner: str) -> None:
@@ -136,6 +150,8 @@ def take_grad_of_backward_dw(param: Tensor, record: GradRecord, owner: str) -> N
 
     Raises ``RuntimeError`` where no backward has announced this gradient: its bucket may be reduced already.
     """
+    if record_of(param) is not record:
+        return  # of a wrapper whose place another one has taken
     mine = next((pending for pending in record.pending if pending.owner == owner), None)
     if mine is None:
         raise RuntimeError(

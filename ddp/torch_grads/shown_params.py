@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..contract.record import GradRecord
-from ..torch_internals import DisableTorchFunctionSubclass, weak_method
+from ..torch_internals import NO_BACKWARD, DisableTorchFunctionSubclass, current_backward, weak_method
 from .optimizer import clear_exposed_grad, expose_grad
 from .over_ranks import ShardInfo
 from .sharded_grad import make_sharded_grad
@@ -143,8 +143,8 @@ class ShownGrads:
     @property
     def is_cleared(self) -> bool:
         """Whether the program has set every ``.grad`` to None since the backward: it begins a new iteration."""
-        if not self.active:
-            return False
+        if not self.active or (self._arrived and current_backward() != NO_BACKWARD):
+            return False  # in a backward hooks have set .grad to None, of what came before an output of the wrapper
         with DisableTorchFunctionSubclass():
             return all(each.param.grad is None for each in self.params if each.grad is not None)
 
@@ -278,7 +278,8 @@ class ShownGrads:
     def unfill(self) -> None:
         """A backward begins, and may accumulate into ``.grad``: ``main_grad`` alone holds the gradients again."""
         with DisableTorchFunctionSubclass():
-            self._cleared = [each for each in self.params if each.grad is not None and each.param.grad is None]
+            nones = (each for each in self.params if each.grad is not None and each.param.grad is None)
+            self._cleared = [each for each in nones if each not in self._arrived]  # whose hooks have left None
             for each in self.params:
                 grad = each.grad
                 if each.record.exposed or (grad is not None and grad.reduced is not None):

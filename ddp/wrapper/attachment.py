@@ -55,7 +55,7 @@ def attach_params(
     attached: list[_Attached] = []
     for entry in bucket_params:
         owners = [module for module, _ in entry.owned.owners]
-        listen_to_foreign_delays(entry.owned.param, entry.record, owners)
+        listen_to_foreign_delays(entry.owned.param, entry.record, entry.owned.owners)
         entry.bucket.attach(entry.owned.param, entry.record)
         allow_training(owners)
         references = tuple(weakref.ref(module) for module in owners)

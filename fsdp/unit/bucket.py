@@ -291,7 +291,7 @@ class ShardedBucket:
         here = weakref.ref(self)  # hooks belong to the parameters, and the parameters to this bucket
         attach_lazily(param, record)
         param.register_post_accumulate_grad_hook(partial(_on_grad, here, record))
-        listen_to_foreign_delays(param, record, [module for module, _ in entry.owners])
+        listen_to_foreign_delays(param, record, entry.owners)
 
     def _make_room(self) -> None:
         """The first write of a parameter's gradient comes: the first of all parameters takes the memory."""

@@ -158,7 +158,8 @@ class HostState(Surroundings):
         if name.startswith("__"):
             return name in self._named or name not in _NOT_CALLED
         libraries = (base for base in kind.__mro__ if is_library(base.__module__, self._program))
-        return name in self._named or any(name in vars(base) for base in libraries)
+        # A class beside a library's has no base that calls its forward: that of the module which has both does.
+        return name in self._named or name == "forward" or any(name in vars(base) for base in libraries)
 
     def _counts_on(self, value: Any) -> Callable[[str, Any], bool]:
         """Whether code may mean an attribute of ``value``, by its name and what it is."""
@@ -292,7 +293,8 @@ class HostState(Surroundings):
             self._places_of_modules.append(place)
             self._alike.setdefault(tuple(place.names), []).append(own)
         self._reach(vars(module).get("forward"), f"{path}.forward", True)
-        self._reach(type(module), type(module).__name__, False)
+        for kind in type(module).__mro__:  # a library's class may have one of the program as its base: parametrizations
+            self._reach(kind, kind.__name__, False)
         for name, child in module._modules.items():
             self._reach(child, f"{path}.{name}", False)
 

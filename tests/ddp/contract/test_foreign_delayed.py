@@ -1,5 +1,6 @@
 """Foreign modules under our DDP that delay weight gradients as Transformer Engine's modules do."""
 
+import copy
 from contextlib import nullcontext
 
 import pytest
@@ -9,6 +10,7 @@ from loops import has_no_own_grad
 from torch import nn
 
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig
+from maingrad.fsdp import fully_shard
 from maingrad.te_integration import Linear, WgradQueue, delayed_wgrad
 
 
@@ -146,3 +148,45 @@ def test_a_weight_that_two_of_them_delay_is_refused(form: str) -> None:
     ddp(batch(0)).square().sum().backward()
     with pytest.raises(RuntimeError, match=r"'first.weight': .* ran more often .* not tied to another that delays"):
         backward_dw(model)
+
+
+@pytest.mark.parametrize("lost", ["tied later", "copied"])
+@pytest.mark.parametrize("form", DELAYED_FORMS)
+@pytest.mark.parametrize("provider", ["DistributedDataParallel", "fully_shard"])
+def test_a_weight_that_has_lost_its_mark_is_refused_by_name(provider: str, form: str, lost: str) -> None:
+    """Nobody waits for its gradient, which may be reduced without what ``backward_dw`` adds.
+
+    Fused under ``fully_shard``, its module may find the memory of ``main_grad`` freed.
+    """
+    freed = "|the memory of the whole gradients .* was freed" if provider == "fully_shard" else ""
+    bias = DELAYED_FORMS[form].get("bias_when", "no") != "no"
+    model = nn.Sequential(nn.Linear(6, 6, bias=bias), ForeignDelayedLinear(6, 6, **DELAYED_FORMS[form]))
+    if lost == "copied":
+        model = copy.deepcopy(model)
+    else:
+        model[1].weight = model[0].weight
+    wrapped = DistributedDataParallel(model) if provider == "DistributedDataParallel" else fully_shard(model)
+    wrapped(batch(0)).square().sum().backward()
+    refused = r"parameter '[01].weight': .* of ForeignDelayedLinear.weight, .*skip_backward_post_hook = True"
+    with pytest.raises(RuntimeError, match=refused + freed):
+        model[1].backward_dw()
+
+
+@pytest.mark.parametrize("form", DELAYED_FORMS)
+def test_they_report_to_the_wrapper_that_came_last(form: str) -> None:
+    """What an earlier one has registered stays with the module, and the program may have kept that wrapper."""
+    model = copy.deepcopy(build(form))
+    unmarked = DistributedDataParallel(model)
+    unmarked.unwrap()
+    for module in (model[0], model[2]):
+        for param in module.parameters():
+            param.skip_backward_post_hook = True
+    marked = DistributedDataParallel(model)
+    marked.unwrap()
+    ddp = DistributedDataParallel(model)
+    expected = plain_gradients(model, 1)
+    ddp(batch(0)).square().sum().backward()
+    backward_dw(model)
+    ddp.finish_grad_sync()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.main_grad, expected[name])

@@ -292,6 +292,37 @@ def method_of_pythons_that_is_named(model: nn.Module) -> Any:
     return lambda: product.__format__(""), halve
 
 
+class Scaling:
+    """No module of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * factor
+
+
+class ScaledBeside(Scaling, nn.Module):
+    """Has its forward from a class beside ``nn.Module``."""
+
+
+class ScaledLinear(nn.Linear):
+    """Nothing but its forward reads the global."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * factor
+
+
+@seen
+def forward_of_a_class_beside_the_librarys(model: nn.Module) -> Any:
+    model.append(ScaledBeside())
+    return lambda: model(torch.ones(2, 2)), halve
+
+
+@seen
+def forward_of_a_class_below_a_librarys(model: nn.Module) -> Any:
+    """A parametrization makes a class of torch's over that of the program."""
+    model.append(torch.nn.utils.parametrizations.weight_norm(ScaledLinear(2, 2)))
+    return lambda: model(torch.ones(2, 2)), halve
+
+
 @seen
 def constructor_of_a_class_that_an_object_holds(model: nn.Module) -> Any:
     """The class was met before as that of another object."""

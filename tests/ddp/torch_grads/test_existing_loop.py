@@ -350,3 +350,39 @@ def test_the_inner_module_goes_backward_twice_or_says_why_not(reads: bool, shard
         loss_of(trained, second).backward()
     norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e3)
     torch.testing.assert_close(torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1e3), norm)
+
+
+class _HeadOutside(nn.Module):
+    """A head that the program calls itself, behind the wrapper's forward. Backward reaches it before the wrapper."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = make_model(), nn.Linear(4, 4)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return self.body(batch)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_head_that_is_called_outside_of_the_wrapper_goes_backward_twice(
+    overlap: bool, sharded: bool, frozen: bool
+) -> None:
+    """Its hooks have left None in ``.grad`` when backward comes to the wrapper's output: the program has not.
+
+    frozen  the body: then all gradients have come
+    """
+    model = _HeadOutside()
+    model.body.requires_grad_(not frozen)
+    plain = plain_twin(model)
+    ddp = wrap(model, overlap_grad_reduce=overlap, use_distributed_optimizer=sharded, bucket_size=64)
+    for batch in make_batches(2):
+        batch.requires_grad_()
+        for trained, forward in ((model, ddp), (plain, plain)):
+            trained.head(forward(batch)).square().mean().backward()
+    ddp.finish_grad_sync()
+    assert ddp.iteration == 0
+    for param, expected in zip(ddp.parameters(), plain.parameters(), strict=True):
+        if param.requires_grad:
+            torch.testing.assert_close(param.main_grad, expected.grad)

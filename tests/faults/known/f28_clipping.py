@@ -117,7 +117,7 @@ FAULTS = [
             Change(
                 "maingrad.ddp.torch_grads.shown_params",
                 "ShownGrads.unfill",
-                "self._cleared = [each for each in self.params if each.grad is not None and each.param.grad is None]",
+                "self._cleared = [each for each in nones if each not in self._arrived]  # whose hooks have left None",
                 "self._cleared = []",
             ),
         ],
