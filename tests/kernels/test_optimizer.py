@@ -149,6 +149,22 @@ def test_kernel_is_the_reference_bit_for_bit(device: str, form: tuple[torch.dtyp
     assert differ(rows, before) and [row.step.item() for row in rows[:2]] == [6.0, 3.0]
 
 
+@pytest.mark.in_turn
+@pytest.mark.parametrize("device", LAUNCHER_DEVICES)
+@pytest.mark.parametrize("form", ["bf16", "fp16"])
+def test_a_master_between_two_parameters_is_rounded_to_the_even_one(device: str, form: str) -> None:
+    """As torch rounds; masters drawn at random never lie there."""
+    (row,) = rows_of(torch.float32, torch.float32, form, device, lengths=[600])
+    assert row.master is not None and row.param is not None
+    half = 2.0**-8 if form == "bf16" else 2.0**-11  # of the distance between parameters of 1 and more
+    row.master.copy_(1.0 + half * torch.arange(600, device=device).remainder(64))
+    row.master[::2] *= -1.0
+    masters = row.master.clone()
+    launched([row])([AdamOptions(0.0, 0.9, 0.999, 1e-8, 0.0)])
+    assert torch.equal(row.master, masters)
+    assert torch.equal(row.param, masters.to(row.param.dtype))
+
+
 SGD = [SGDOptions(0.1, 0.9, 0.2, True, 0.1), SGDOptions(0.02, 0.5, 0.0, False, 0.0)]
 LION = [LionOptions(1e-3, 0.9, 0.99, 0.1), LionOptions(3e-2, 0.8, 0.95, 0.0)]
 

@@ -150,14 +150,20 @@ def test_state_dicts_that_differ_between_ranks_are_refused_on_all(what: str) -> 
     check(simulate(case, 3), message, one=one)
 
 
-def test_an_optimizer_of_another_model_on_one_rank(tmp_path: Path) -> None:
+@pytest.mark.parametrize("group", [0, 1])
+def test_an_optimizer_of_another_model_on_one_rank(tmp_path: Path, group: int) -> None:
+    """Its parameters may come in a group behind this model's."""
+
     def save() -> str:
         model, optimizer = trained()
         if offends():
-            optimizer = torch.optim.AdamW(make_net().parameters())
+            other = {"params": [*make_net().parameters()]}
+            optimizer = torch.optim.AdamW([{"params": [*model.parameters()]}] * group + [other])
         return outcome(save_checkpoint, tmp_path / "c", model, optimizer)
 
-    check(simulate(save, 3), "ValueError: this optimizer belongs to another model")
+    errors = simulate(save, 3)
+    check(errors, "ValueError: this optimizer belongs to another model")
+    assert f"in its group {group}" in errors[0]
     assert not (tmp_path / "c").exists()
 
 

@@ -367,3 +367,36 @@ def test_a_unit_inside_a_reentrant_recompute_is_sent_when_the_recompute_is_passe
     sent = [index for index, word in enumerate(words) if word.startswith("launch reduce_scatter")]
     assert len(sent) == 3
     assert sent[0] < middle < sent[1], words
+
+
+class Shared(nn.Module):
+    """One layer, twice in one recomputed region."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 16)
+        self.layer = nn.Linear(16, 16)
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = checkpoint(lambda y: self.layer(self.layer(y).tanh()), self.first(x), use_reentrant=self.reentrant)
+        return found  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_unit_that_a_recompute_calls_twice_is_sent_once(reentrant: bool) -> None:
+    schedule: list[tuple[int, str]] = []
+
+    def on_each_rank() -> None:
+        model: Any = Shared(reentrant)
+        fully_shard(model.layer)
+        fully_shard(model)
+        x = torch.ones(2, 16)
+        loss = model(x).square().mean()
+        schedule.append((dist.get_rank(), "backward"))
+        loss.backward()
+
+    simulate(on_each_rank, 2, schedule=schedule)
+    words = [word for rank, word in schedule if rank == 0]
+    words = words[words.index("backward") :]
+    assert sum(word.startswith("launch reduce_scatter") for word in words) == 2, words  # the layer's, the rest's

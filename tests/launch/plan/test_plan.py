@@ -475,7 +475,15 @@ def test_batch_that_does_not_divide(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "count, text", [(512, "512 B"), (1536, "1.5 KiB"), (3 * 2**30, "3.0 GiB"), (5 * 2**40, "5.0 TiB")]
+    "count, text",
+    [
+        (512, "512 B"),
+        (1024, "1.0 KiB"),
+        (1536, "1.5 KiB"),
+        (2**30, "1.0 GiB"),
+        (3 * 2**30, "3.0 GiB"),
+        (5 * 2**40, "5.0 TiB"),
+    ],
 )
 def test_format_bytes(count: int, text: str):
     assert format_bytes(count) == text
