@@ -130,24 +130,25 @@ def is_one_slice(param: Tensor) -> bool:
 def whole_while(
     module: nn.Module, names: Collection[str], make: Callable[[Tensor, torch.Size], Tensor]
 ) -> Iterator[None]:
-    """While a module gets its initial values, its own local parameters are whole; then they get their parts of these.
+    """While a module gets its initial values, its own local tensors are whole; then they get their parts of these.
 
     So ranks with one random state have slices of one whole, as wide as a model that is not cut draws it.
 
     names  of tensors without values; others, and tensors that are not local ones, stay as they are
-    make   of a local parameter and a shape: the whole one
+    make   of a local tensor and a shape: the whole one
     """
     local = []
     for name, layout in layouts_of(module).items():
-        part = module._parameters.get(name)
-        if part is not None and name in names:
-            local.append((name, part, layout.model_slice()))
-            module._parameters[name] = nn.Parameter(make(part, layout.shape), part.requires_grad)
+        if name in names:
+            part, whole = getattr(module, name), make(getattr(module, name), layout.shape)
+            table: dict[str, Any] = module._parameters if name in module._parameters else module._buffers
+            table[name] = nn.Parameter(whole, part.requires_grad) if isinstance(part, nn.Parameter) else whole
+            local.append((table, name, part, layout.model_slice()))
     yield
     with torch.no_grad():
-        for name, part, held in local:
-            part.copy_(held.part_of(getattr(module, name)))
-            module._parameters[name] = part
+        for table, name, part, held in local:
+            part.copy_(held.part_of(table[name]))
+            table[name] = part
 
 
 def _dtensors(module: nn.Module, ignored: Collection[int]) -> list[tuple[nn.Module, str, "DTensor"]]:

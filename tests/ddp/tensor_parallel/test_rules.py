@@ -133,7 +133,7 @@ def test_a_slice_says_which_elements_of_the_whole_it_is() -> None:
         parts = [index[tuple(map(slice, box.offsets, box.ends))] for box in held.boxes]
         expected = parts[0] if held.dim is None else torch.cat(parts, held.dim)
         assert torch.equal(layer.weight, expected)
-        assert torch.equal(layouts_of(layer)["weight"].local_part(index), expected)
+        assert torch.equal(held.part_of(index), expected)
         return [len(held.boxes), int(expected.numel())]
 
     assert simulate(elements, 4, Shard(0)) == [[1, 18], [1, 18], [1, 18], [1, 6]]
