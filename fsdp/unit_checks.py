@@ -35,7 +35,7 @@ from ..ddp.plan.owned_params import (
 )
 from ..ddp.plan.tensor_parallel.localize import localized_ranks
 from ..ddp.torch_internals import check_wrappers_can_run, delivers_to_all, is_hooked
-from ..ddp.wrapper.setup_checks import check_copies, check_undeclared_parts, compare_between_ranks
+from ..ddp.wrapper.setup_checks import check_copies, check_same_slices, check_undeclared_parts, compare_between_ranks
 from .module import FSDPModule, unit_of
 from .state.optimizer_watch import replaced_in
 from .tensors.parameter import ShardedParameter
@@ -358,6 +358,8 @@ def compare_units(parts: UnitParts, failures: FailureReporter) -> None:
     tensor = None if parts.tensor_ranks is None else parts.tensor_ranks.inner
     everyone = parts.grid._replace(tensor=tensor)
     compare_between_ranks({"model": model, "call of fully_shard": said}, everyone.axes, failures)
+    told = {name: found for name, found in slices.items() if found is not None}
+    check_same_slices(told, parts.grid, everyone, failures)
 
 
 def check_copies_of(parts: UnitParts, failures: FailureReporter) -> None:

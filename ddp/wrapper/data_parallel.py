@@ -151,7 +151,8 @@ class DistributedDataParallel(BucketIteration):
         )  # fmt: skip
         check_same_model(self.plan, overwritten, self.grids, failures)
         if tensor_ranks is not None:
-            check_tensor_ranks(self.plan, overwritten, slices, tensor_ranks, failures, compare=init_sync)
+            grid = self.grids["slice"]
+            check_tensor_ranks(self.plan, overwritten, slices, grid, tensor_ranks, failures, compare=init_sync)
         self._check_undeclared_parts(overwritten, process_group, expert_process_group)
         self._choose_gathers()
 

@@ -13,6 +13,7 @@ import dataclasses
 import hashlib
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import zip_longest
 
 import torch
@@ -47,6 +48,7 @@ __all__ = [
     "check_copies",
     "check_same_config",
     "check_same_model",
+    "check_same_slices",
     "check_tensor_ranks",
     "check_undeclared_parts",
     "compare_between_ranks",
@@ -216,13 +218,16 @@ def check_tensor_ranks(
     plan: GradPlan,
     overwritten: Iterable[ModelTensor],
     slices: Mapping[str, ModelSlice],
+    grid: RankGrid,
     tensor_ranks: RankGrid,
     failures: FailureReporter,
     *,
     compare: bool,
 ) -> None:
-    """Compare what tensor-parallel ranks hold together: parameters' names and whole shapes, and when each is reduced.
+    """Compare what tensor-parallel ranks hold together: parameters' names and whole shapes, and when each is reduced;
+    and which slices data-parallel ranks hold.
 
+    grid     the data-parallel ranks
     compare  compare values of copies too. ``init_sync`` gives all ranks the first one's, and would overwrite slices
              that nobody has marked
     """
@@ -232,8 +237,25 @@ def check_tensor_ranks(
         for name, each in slices.items()
     ]
     compare_between_ranks({"cut model": model}, tensor_ranks.axes, failures)
+    everyone = grid._replace(tensor=tensor_ranks.inner)
+    check_same_slices(slices, grid, everyone, failures)
     copies = [(each.name, each.tensor) for each in overwritten if each.name in slices and each.grid_name != "slice"]
     check_copies(copies if compare else (), tensor_ranks, failures)
+
+
+def check_same_slices(
+    slices: Mapping[str, ModelSlice], grid: RankGrid, everyone: RankGrid, failures: FailureReporter
+) -> None:
+    """Raise ``ValueError`` on all ranks of ``everyone`` where ranks of ``grid`` have other slices of a parameter: they
+    would be averaged. Their shapes may be equal, and no collective would notice."""
+    cut = [
+        f"'{name}' at {[(box.offsets[each.dim], box.ends[each.dim]) for box in each.boxes]} of dim {each.dim}"
+        for name, each in slices.items()
+        if each.dim is not None
+    ]
+    if cut:
+        compare = partial(compare_between_ranks, {"slice of data-parallel ranks": cut}, grid.axes, failures)
+        run_on_all_ranks(compare, everyone.axes, failures, "the comparison of slices")
 
 
 def check_copies(copies: Iterable[tuple[str, Tensor]], tensor_ranks: RankGrid, failures: FailureReporter) -> None:

@@ -164,7 +164,9 @@ def _ranks_of(
     """The ranks of a module's checkpoints. Found once and stored on the module: ranks compare their meshes."""
     if _RANKS not in module.__dict__:
         ranks = _find_ranks(params)
-        tensor = next((each.group for each in slices.values() if each.grad != "expert"), None)
+        experts = {name for name, param in module.named_parameters() if _is_experts(ranks, param)}
+        told = [each.group for name, each in slices.items() if each.grad != "expert" and name not in experts]
+        tensor = next((group for group in told if group is not None), None)  # None: an expert of one mesh with the rest
         module.__dict__[_RANKS] = ranks.with_tensor(tensor)
     return module.__dict__[_RANKS]  # type: ignore[no-any-return]
 

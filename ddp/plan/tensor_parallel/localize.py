@@ -138,13 +138,12 @@ def whole_while(
     make   of a local tensor and a shape: the whole one
     """
     local = []
-    tables: tuple[dict[str, Any], ...] = module._parameters, module._buffers
-    for (name, layout), table in itertools.product(layouts_of(module).items(), tables):
-        part = table.get(name)
-        if part is not None and name in names:
-            local.append((table, name, part, layout.model_slice()))
-            whole = make(part, layout.shape)
+    for name, layout in layouts_of(module).items():
+        if name in names:
+            part, whole = getattr(module, name), make(getattr(module, name), layout.shape)
+            table: dict[str, Any] = module._parameters if name in module._parameters else module._buffers
             table[name] = nn.Parameter(whole, part.requires_grad) if isinstance(part, nn.Parameter) else whole
+            local.append((table, name, part, layout.model_slice()))
     yield
     with torch.no_grad():
         for table, name, part, held in local:

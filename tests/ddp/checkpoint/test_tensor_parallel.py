@@ -564,3 +564,36 @@ def test_sets_of_experts_of_an_earlier_checkpoint_are_read(sharded: bool, tmp_pa
     expected = "saved by ranks with 1 different set.s. of experts, and these ranks have 2: experts do not move"
     run = functools.partial(load_and_save_packed, tmp_path / "boxes", tmp_path / "no", 2, sharded, False)
     refusals(run, expected, 6)
+
+
+class ExpertsFirst(nn.Module):
+    """Packed experts, whose slices say no ranks, and a layer that is cut over tensor-parallel ranks."""
+
+    def __init__(self, group: dist.ProcessGroup | None, seed: int = 4) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.experts, self.layer = nn.Linear(3, 4, bias=False), nn.Linear(3, 7, bias=False)
+        for layer, known in ((self.experts, None), (self.layer, group)):
+            whole = layer.weight.detach()
+            local, found = (whole, None) if group is None else uneven_cuts.cut(whole, 0, 1, group)
+            layer.weight = nn.Parameter(local.clone())
+            if found is not None:
+                set_model_slice(layer.weight, found._replace(group=known))
+        self.experts.weight.allreduce = False  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+def test_experts_that_say_no_ranks_may_come_first(tmp_path: Path) -> None:
+    def saves_shards() -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        model = ExpertsFirst(mesh.get_group("tp"))
+        fully_shard(model.experts, mesh["dp"])
+        save_checkpoint(tmp_path / "c", fully_shard(model, mesh["dp"]))
+
+    simulate(saves_shards, 4)
+    model, expected = ExpertsFirst(None, seed=5), ExpertsFirst(None).state_dict()
+    load_checkpoint(tmp_path / "c", model)
+    for name, param in model.named_parameters():
+        assert torch.equal(param, expected[name])

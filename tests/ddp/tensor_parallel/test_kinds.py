@@ -261,6 +261,15 @@ def marks_an_uneven_cut() -> str:
     return refusal(lambda: wrap(cut(CutModel(7), ranks.tp.get_group()), ranks))
 
 
+def of_crossed_ranks() -> str:
+    """Ranks 0 and 3 average gradients of slices that have one shape, and other elements."""
+    ranks = ranks_of_mesh(FOUR)
+    crossed = [dist.new_group(members) for members in ([0, 3], [1, 2])]
+    dp = crossed[dist.get_rank() in (1, 2)]
+    model = cut(CutModel(), ranks.tp.get_group())
+    return refusal(lambda: DistributedDataParallel(model, process_group=dp, tensor_parallel_group=ranks.tp))
+
+
 def forgets_embedding_group() -> str:
     mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("pp", "dp", "tp"))
     model = cut(CutModel(), mesh["tp"].get_group())
@@ -390,6 +399,7 @@ REFUSED = {
     of_two_dims: ("has one dim", "flatten it"),
     forgets_a_mark: ("'blocks.0.up.weight' has no mark of a slice", "mark it, with its partition_dim"),
     marks_an_uneven_cut: ("differs between ranks", "'blocks.0.up.weight' [8, 6]"),
+    of_crossed_ranks: ("'blocks.0.up.weight' at [(0, 6)] of dim 0", "'blocks.0.up.weight' at [(6, 12)] of dim 0"),
     an_odd_stride_on_one_rank: ("partition_stride = 4 does not divide the 6 rows", "on rank 3"),
     norms_of_heads: ("'q_layernorm.weight' norms the heads", "set sequence_parallel = True on it"),
     layers_over_other_ranks: ("layer 'blocks.0.up' is cut over ranks", "pass the layers' group"),

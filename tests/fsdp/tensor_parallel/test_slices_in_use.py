@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from maingrad.ddp import WORLD_OF_ONE, Muon
 from maingrad.ddp.plan.cut import Box
-from maingrad.ddp.plan.model_slice import ModelSlice, model_slice_of, set_model_slice
+from maingrad.ddp.plan.model_slice import ModelSlice, model_slice_of, set_model_slice, slice_of_blocks
 from maingrad.fsdp import MixedPrecisionPolicy, ShardedAdamW, fully_shard
 from maingrad.fsdp.state.sharded_muon import ShardedMuon
 from maingrad.launch import simulate
@@ -357,6 +357,26 @@ def test_ranks_with_other_slices_compare_what_they_hold() -> None:
         assert "'norm.weight'" in text
         assert "partial" in text
         assert "dense" in text
+
+
+@pytest.mark.parametrize("init_sync", [True, False])
+@pytest.mark.parametrize("hidden", [12, 7])
+def test_data_parallel_ranks_compare_which_slices_they_hold(hidden: int, init_sync: bool) -> None:
+    """The second pair of tensor-parallel ranks has cut the other way round: slices of one shape, or of other ones."""
+
+    def on_each_rank() -> str:
+        mesh, group, _ = ranks_of("zero3")
+        place = group.rank() if mesh.get_local_rank() == 0 else 1 - group.rank()
+        held = slice_of_blocks((hidden, 3), 0, [hidden], group, place)
+        layer = nn.Linear(3, hidden, bias=False)
+        layer.weight = nn.Parameter(held.part_of(layer.weight.detach()))
+        set_model_slice(layer.weight, held)
+        return refusal(lambda: fully_shard(layer, mesh, init_sync=init_sync))
+
+    middle = -(-hidden // 2)
+    for text in simulate(on_each_rank, 4):
+        assert f"'weight' at [(0, {middle})] of dim 0" in text
+        assert f"'weight' at [({middle}, {hidden})] of dim 0" in text
 
 
 def test_a_refusal_on_one_tensor_parallel_rank_is_raised_on_all() -> None:
