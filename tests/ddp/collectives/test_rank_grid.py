@@ -580,6 +580,7 @@ def group_of_two_in_a_later_world(folder: str) -> float:
         together = torch.ones(1)
         if rank < 2:
             dist.all_reduce(together, group=new_group_of_members([0, 1]))
+        dist.barrier()  # the third rank would leave while the others still connect to it
         if not number:
             dist.destroy_process_group()
     return together.item()
