@@ -6,7 +6,7 @@ the number of the call belongs.
 
 from dataclasses import replace
 
-from microbatches import OF_TWO_BATCHES, PATTERNS, batches_of, factor_of, write_micro
+from microbatches import HEAD_BEHIND, OF_TWO_BATCHES, PATTERNS, batches_of, factor_of, write_micro
 from pen import Pen
 from programs import Block, Ddp, Extra, Iteration, Micro, Optimizer, Phase, Program
 from wrappers import write_finish, write_step, write_zero
@@ -15,7 +15,7 @@ FUSED = ("SGD", "Adam", "AdamW")
 """Optimizers that can be captured."""
 HOST_READS = ("branch", "shared branch", "grouped linear", "grouped mlp", "mixtral experts", "gpt-oss experts")
 """Kinds of blocks that look at values on the host, of experts on CPUs alone."""
-AS_ONE_CALL = tuple(pattern for pattern in PATTERNS if pattern not in ("offloaded", "attack", "judged"))
+AS_ONE_CALL = tuple(pattern for pattern in PATTERNS if pattern not in ("offloaded", "attack", "judged", *HEAD_BEHIND))
 """Patterns that may be captured: they copy nothing to the host, and gradients are thrown away nowhere."""
 NOT_SEEN = ("mean loss",)
 """Extras that look into the function."""

@@ -64,6 +64,32 @@ def _two_backwards(pen: Pen, place: Place) -> None:
     pen.backward("first", hold=place.hold)
 
 
+def _both_reduced(pen: Pen, place: Place) -> None:
+    """Two backwards for one step, neither under ``no_sync``: a program that has two losses and knows of no wrapper."""
+    pen(f"first = {pen.loss(pen.forward(place.other))}{place.divisor}")
+    pen.backward("first", hold=place.hold)
+    pen(f"loss = {pen.loss(pen.forward(place.data))}{place.divisor}")
+    _backward(pen, place)
+
+
+def _head_behind(pen: Pen, place: Place) -> None:
+    """The program calls the head on what the wrapper has returned: backward meets its weights before the wrapper's."""
+    owner = "model.module" if pen.ddp else "model"
+    pen(f"{owner}.headless = True", f"hidden = {pen.forward(place.data)}", f"{owner}.headless = False")
+    pen(f"loss = {pen.loss(f'{owner}.with_head(hidden)')}{place.divisor}")
+    _backward(pen, place)
+
+
+def _heads_behind(pen: Pen, place: Place) -> None:
+    """Two losses of two calls of the head, with a backward each."""
+    owner = "model.module" if pen.ddp else "model"
+    pen(f"{owner}.headless = True", f"hidden = {pen.forward(place.data)}", f"{owner}.headless = False")
+    pen(f"first = {pen.loss(f'{owner}.with_head(-hidden)')}{place.divisor}")
+    pen.backward("first", "retain_graph=True", hold=place.hold)
+    pen(f"loss = {pen.loss(f'{owner}.with_head(hidden)')}{place.divisor}")
+    _backward(pen, place)
+
+
 def _retained(pen: Pen, place: Place) -> None:
     """The same graph twice."""
     pen(f"loss = {pen.loss(pen.forward(place.data))}{place.divisor}")
@@ -178,6 +204,9 @@ PATTERNS: dict[str, Callable[[Pen, Place], None]] = {
     "offloaded": _offloaded,
     "two forwards": _two_forwards,
     "two backwards": _two_backwards,
+    "both reduced": _both_reduced,
+    "head behind": _head_behind,
+    "heads behind": _heads_behind,
     "retained": _retained,
     "input's gradient": _of_the_input,
     "autograd.grad": _asked_for,
@@ -190,11 +219,13 @@ PATTERNS: dict[str, Callable[[Pen, Place], None]] = {
     "judged": _judged,
 }
 """What can be drawn."""
-BACKWARDS_TWICE = ("two backwards", "retained")
+HEAD_BEHIND = ("head behind", "heads behind")
+BOTH_REDUCED = ("both reduced", "heads behind")
+BACKWARDS_TWICE = ("two backwards", "retained", *BOTH_REDUCED)
 ASKS_FOR_INPUTS = ("autograd.grad", "penalty")
 NO_GRADIENT_OF_LOSS = (*BACKWARDS_TWICE, "hooked", "attack", "added")
 """What backward has computed is another function's gradient than that of ``loss``."""
-OF_TWO_BATCHES = ("two forwards", "two backwards", "siamese")
+OF_TWO_BATCHES = ("two forwards", "two backwards", "both reduced", "siamese")
 """Those with more rows."""
 UNDELAYED = ("attack", "added")
 """Backwards whose gradients of weights are wanted at once, or not at all."""

@@ -42,12 +42,16 @@ class Net(nn.Module):
         self.head = head
         self.order = range(len(blocks)) if order is None else order
         self.temperature = 1.0
+        self.headless = False  # the program calls the head by itself
         self.config = {"blocks": len(self.blocks)}
 
     def forward(self, x):
         x = self.stem(x)
         for index in self.order:
             x = self.blocks[index](x)
+        return x if self.headless else self.with_head(x)
+
+    def with_head(self, x):
         return self.head(x) * self.temperature
 
     @property
@@ -87,7 +91,7 @@ class FullNet(Net):
             if isinstance(x, tuple):
                 x, penalty = x
                 penalties.append(penalty)
-        y = self.head(x) * self.temperature
+        y = x if self.headless else self.with_head(x)
         return {"y": y, "penalties": penalties} if penalties else y
 
 

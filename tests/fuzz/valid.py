@@ -20,7 +20,7 @@ from layers import (
     tied_paths,
     writes_in_forward,
 )
-from microbatches import ASKS_FOR_INPUTS, NO_GRADIENT_OF_LOSS, UNDELAYED
+from microbatches import ASKS_FOR_INPUTS, BOTH_REDUCED, HEAD_BEHIND, NO_GRADIENT_OF_LOSS, UNDELAYED
 from programs import Ddp, Extra, Fsdp, Iteration, Micro, Model, Optimizer, Phase, Program, Ranks, UnitOf
 from valid_models import ROUNDED, valid_model
 
@@ -407,6 +407,15 @@ def _pattern(program: Program, phase: Phase, micro: Micro, first: bool, last: bo
         return "plain"
     if pattern == "added" and (isinstance(wrapper, Fsdp) or (last and (wrapper.find_unused or wrapper.plain_loop))):
         return "plain"
+    if pattern in HEAD_BEHIND and (
+        isinstance(wrapper, Fsdp)  # a module runs within the forward of its unit
+        or program.dtype == "autocast"  # which is around the wrapper's forward alone
+        or any(block.penalty for block in model.blocks)
+        or wrapper.find_unused  # which asks that forward returns all that the loss uses
+    ):
+        return "plain"
+    if pattern in BOTH_REDUCED and last and _delays(program, phase):  # what the first backward delays comes behind it
+        return "two backwards"
     recomputes = _recomputes(model)
     if pattern in INPUT_PATTERNS and (model.stem == "lookup" or program.dtype in ROUNDED):
         pattern = "plain"
