@@ -25,6 +25,7 @@ __all__ = [
     "HAS_TRITON",
     "TESTED_TORCH",
     "adjacent_columns",
+    "capability_of",
     "device_of",
     "on_first_use",
     "private_name",
@@ -153,6 +154,14 @@ def _warn_without_triton(operation: str) -> None:
         RuntimeWarning,
         stacklevel=4,
     )
+
+
+@functools.cache
+def capability_of(device: torch.device) -> tuple[int, int] | None:
+    """Compute capability of an NVIDIA GPU; None for other devices."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return None
+    return torch.cuda.get_device_capability(device)
 
 
 def device_of(tensor: Tensor) -> AbstractContextManager[Any]:

@@ -10,11 +10,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from .compat import capability_of
 from .experts import Experts
 
 __all__ = [
     "Launches",
-    "capability_of",
     "dot_precision",
     "expert_pointer",
     "experts_descriptor",
@@ -31,14 +31,6 @@ __all__ = [
 def is_interpreted() -> bool:
     """Whether kernels run in Triton's interpreter (TRITON_INTERPRET=1), without inline assembly."""
     return bool(triton.knobs.runtime.interpret)
-
-
-@functools.cache
-def capability_of(device: torch.device) -> tuple[int, int] | None:
-    """Compute capability of an NVIDIA GPU; None for other devices."""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return None
-    return torch.cuda.get_device_capability(device)
 
 
 @functools.cache

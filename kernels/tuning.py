@@ -8,18 +8,22 @@ a table gets the default of the kernel. ``maingrad tune`` measures and writes a 
 import csv
 import functools
 import math
+from collections.abc import Callable
 from importlib import resources
 from io import StringIO
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+
+from .compat import capability_of
 
 __all__ = [
     "COLUMNS",
     "CUBLAS",
     "Problem",
     "TunedRow",
+    "config_of",
     "gpu_name",
     "load_tuning_table",
     "nearest",
@@ -117,6 +121,9 @@ def _parse_config(config: str, source: str) -> dict[str, int] | None:
     return values
 
 
+_Config = TypeVar("_Config")
+_Default = TypeVar("_Default")
+
 _added: list[TunedRow] = []
 
 
@@ -156,3 +163,22 @@ def nearest(gpu: str, problem: Problem, rows: tuple[TunedRow, ...]) -> TunedRow 
 def gpu_name(device: torch.device) -> str:
     """Name of the GPU, by which tables are keyed."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "none"
+
+
+@functools.lru_cache(maxsize=4096)
+def config_of(
+    kind: Callable[..., _Config],
+    default: Callable[[torch.dtype, tuple[int, int] | None, float], _Default],
+    device: torch.device,
+    dtype: torch.dtype,
+    op: str,
+    experts: int,
+    rows: int,
+    n: int,
+    k: int,
+) -> _Config | _Default:
+    """The configuration that was measured for this shape or a near one, or ``default`` of dtype, capability, rows."""
+    # fp16 takes the same time as bf16, and tables have bf16 only.
+    name = "bfloat16" if dtype is torch.float16 else str(dtype).removeprefix("torch.")
+    found = tuned_config(gpu_name(device), Problem(op, name, experts, rows, n, k))
+    return kind(**found) if isinstance(found, dict) else default(dtype, capability_of(device), rows / experts)

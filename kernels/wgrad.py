@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from .compat import HAS_TRITON
-from .grouped.products import config_of
 from .grouped.reference import wgrad_accumulate_reference
+from .tuning import config_of
 
 if HAS_TRITON:
     from .grouped.wgrad_config import WgradConfig

@@ -5,16 +5,14 @@ every tensor with rows; rows from offsets[E] on are padding. Offsets stay on the
 so it does not wait, and a captured CUDA graph may be replayed with other split sizes.
 """
 
-import functools
-from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from ..compat import HAS_TRITON, adjacent_columns, runs_on_triton
 from ..experts import PerExpert
-from ..tuning import Problem, gpu_name, tuned_config
+from ..tuning import config_of
 from .reference import (
     grouped_bias_grad_reference,
     grouped_linear_reference,
@@ -23,7 +21,6 @@ from .reference import (
 )
 
 if HAS_TRITON:
-    from ..triton_support import capability_of
     from .gemm_triton import GemmConfig, default_gemm_config, grouped_gemm_triton
     from .reductions_triton import (
         grouped_bias_grad_triton,
@@ -41,9 +38,6 @@ __all__ = [
     "grouped_scale_grad",
     "grouped_wgrad_accumulate",
 ]
-
-_Config = TypeVar("_Config")
-_Default = TypeVar("_Default")
 
 
 def group_offsets(splits: Tensor) -> Tensor:
@@ -202,25 +196,6 @@ def by_layout(main_grads: Tensor | Sequence[Tensor | None]) -> Iterator[Tensor |
     kinds = {(grad.stride(0), grad.dtype) for grad in main_grads if grad is not None and grad.numel()}
     for kind in kinds:
         yield [grad if grad is not None and (grad.stride(0), grad.dtype) == kind else None for grad in main_grads]
-
-
-@functools.lru_cache(maxsize=4096)
-def config_of(
-    kind: Callable[..., _Config],
-    default: Callable[[torch.dtype, tuple[int, int] | None, float], _Default],
-    device: torch.device,
-    dtype: torch.dtype,
-    op: str,
-    experts: int,
-    rows: int,
-    n: int,
-    k: int,
-) -> _Config | _Default:
-    """The configuration that was measured for this shape or a near one, or ``default`` of dtype, capability, rows."""
-    # fp16 takes the same time as bf16, and tables have bf16 only.
-    name = "bfloat16" if dtype is torch.float16 else str(dtype).removeprefix("torch.")
-    found = tuned_config(gpu_name(device), Problem(op, name, experts, rows, n, k))
-    return kind(**found) if isinstance(found, dict) else default(dtype, capability_of(device), rows / experts)
 
 
 def alike(tensors: PerExpert) -> PerExpert:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..compat import HAS_TRITON
+from ..compat import HAS_TRITON, capability_of
 from ..experts import PerExpert
 from ..grouped.products import alike
 from .grouped import GroupedQuantized, quantize_grouped
@@ -13,7 +13,6 @@ from .quantize import quantize, record_amax
 from .spec import Quantized, QuantSpec, ScaleForm
 
 if HAS_TRITON:
-    from ..triton_support import capability_of
     from .quantize_triton import empty_copy, quantize_experts_triton, quantize_grouped_triton, quantize_triton
 
 __all__ = ["has_kernels", "lacking", "quantize_both", "quantize_experts", "quantize_grouped_both", "quantized_like"]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...kernels.operators import (
+from ...kernels.grouped.operators import (
     grouped_bias_grad_op,
     grouped_linear_op,
     grouped_scale_grad_op,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...kernels import permute_rows, unpermute_rows
-from ...kernels.operators import permute_rows_op, unpermute_rows_op
+from ...kernels.permutation.operators import permute_rows_op, unpermute_rows_op
 from ..dense.products import refuse_in_transform
 
 __all__ = ["RowIdMap", "moe_permute", "moe_permute_with_probs", "moe_unpermute", "row_id_map"]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...ddp.collectives.streams import is_capturing
 from ...kernels import group_offsets
-from ...kernels.operators import group_offsets_op
+from ...kernels.grouped.operators import group_offsets_op
 
 __all__ = ["row_offsets"]
 

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton", reason="the choices are Triton's or not")
 from maingrad import kernels
-from maingrad.kernels import compat, triton_support, tuning, wgrad
+from maingrad.kernels import compat, tuning, wgrad
 from maingrad.kernels.cross_entropy import cross_entropy
 from maingrad.kernels.cross_entropy.reference import LossTerms
 from maingrad.kernels.glu import scaled_glu
@@ -80,7 +80,7 @@ class Operators(TorchDispatchMode):
 
 
 def forget() -> None:
-    for cached in (tuning.gpu_name, triton_support.capability_of, products.config_of, tuning.tuned_config):
+    for cached in (tuning.gpu_name, compat.capability_of, tuning.config_of, tuning.tuned_config):
         cached.cache_clear()
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ....kernels import unpermute_rows
-from ....kernels.operators import permute_rows_op
+from ....kernels.permutation.operators import permute_rows_op
 from ...dense.compiled_wgrad import can_compile, key_of, named_by, refuse_graphs_of_torch
 from ...torch_internals import is_tracing_recomputed, make_effectful_op
 from ..moe_permutation import RowIdMap
