@@ -237,3 +237,11 @@ def test_a_subclass_of_muon_is_refused() -> None:
     optimizer = DistributedOptimizer(model, optimizer_class=Counting)
     with pytest.raises(ValueError, match="Counting reads learning rates and counters on the host"):
         GraphedTrainingStep(lambda x: model(x).sum(), model, optimizer)
+
+
+@pytest.mark.parametrize("groups", [(), ({"params": "bias", "fused": False},)], ids=["all", "a group"])
+def test_loops_over_tensors_are_refused(groups: Any) -> None:
+    model = DistributedDataParallel(nn.Linear(4, 4), DistributedDataParallelConfig())
+    optimizer = DistributedOptimizer(model, param_groups=groups, fused=bool(groups))
+    with pytest.raises(ValueError, match="AdamW reads learning rates and counters on the host"):
+        GraphedTrainingStep(lambda x: model(x).sum(), model, optimizer)

@@ -495,11 +495,11 @@ def test_watchers_of_iterations_hear_of_a_step_that_is_skipped(monkeypatch: pyte
     monkeypatch.setattr(iteration_ends, "_watchers", [Watcher()])
     ddp = wrap(nn.Linear(2, 1))
     optimizer = DistributedOptimizer(ddp, lr=0.1, skip_nonfinite=True)
-    for value in (1.0, math.nan, 1.0):
+    for value in (1.0, math.nan, math.inf, 1.0):
         ddp(torch.full((1, 2), value)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert heard == [False, True, False]
+    assert heard == [False, True, True, False]
 
 
 def test_an_optimizer_may_be_told_later_to_skip() -> None:

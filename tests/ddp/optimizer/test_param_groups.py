@@ -331,6 +331,11 @@ def test_a_frozen_parameter_is_in_no_group() -> None:
         DistributedOptimizer(wrap(model), param_groups=[{"params": "0.bias"}])
 
 
+def test_a_learning_rate_of_zero_is_one() -> None:
+    """A warm-up begins with it."""
+    assert DistributedOptimizer(wrap(make_net()), lr=0.0).param_groups[0]["lr"] == 0.0
+
+
 def test_further_groups_are_refused() -> None:
     optimizer = DistributedOptimizer(wrap(make_net()))
     with pytest.raises(RuntimeError, match="takes no further group: give the constructor param_groups"):
