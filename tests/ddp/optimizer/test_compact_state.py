@@ -401,6 +401,7 @@ def test_what_compact_state_lacks_is_refused(options: dict[str, Any], words: str
     ],
 )
 @pytest.mark.parametrize("group", [0, 1])
+@pytest.mark.sampled(6)
 def test_what_compact_state_lacks_is_refused_where_a_group_gets_it_later(
     group: int, option: str, value: bool, words: str
 ) -> None:

@@ -277,7 +277,7 @@ def norm_of(grads: list[Tensor], **config: Any) -> Tensor:
 @pytest.mark.in_turn
 @pytest.mark.parametrize("config", [{}, ZERO1], ids=["whole", "sharded"])
 @pytest.mark.parametrize("ranks", [1, 3])
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 def test_the_norm_is_as_wide_as_the_widest_gradient(ranks: int, config: dict[str, Any]) -> None:
     three, four = torch.tensor([3.0, 0.0]), torch.tensor([[0.0], [4.0]])
     for grads, dtype in (

@@ -344,7 +344,7 @@ def test_further_groups_are_refused() -> None:
 
 @pytest.mark.parametrize("options", [{"fused": False}, {"foreach": True, "fused": False}], ids=str)
 @pytest.mark.parametrize("max_grad_norm", [None, 0.1])
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 def test_a_group_without_the_fused_kernel_takes_it_from_all(options: dict[str, Any], max_grad_norm: float) -> None:
     """Clipping divides all gradients inside the fused kernel, or all before it; never some."""
     groups = [{"params": "*.bias", **options}]

@@ -45,6 +45,7 @@ def test_freezing_after_wrapping_is_refused_at_the_next_forward() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"overlap_grad_reduce": True, "find_unused_parameters": True}])
 @pytest.mark.parametrize("when", ["before", "between", "after"])
+@pytest.mark.sampled(6)
 def test_a_model_that_is_frozen_meanwhile_is_gone_through(when: str, options: dict[str, bool]) -> None:
     """A generator's step through its discriminator: backward goes through, and adds nothing to the wrapped model."""
     ddp = wrap(make_model(), **options)
@@ -184,6 +185,7 @@ def copy_one_parameter(ddp: DistributedDataParallel, donor: nn.Module) -> set[st
 
 @pytest.mark.parametrize("load", [load_at_the_wrapper, load_at_the_model, load_at_a_layer, copy_one_parameter])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.sampled(8)
 def test_loading_refreshes_the_masters(
     load: Callable[[DistributedDataParallel, nn.Module], set[str]], dtype: torch.dtype
 ) -> None:

@@ -188,6 +188,7 @@ def refused_without_a_group(kind: str, frozen: bool, init_sync: bool) -> None:
 
 @pytest.mark.parametrize("init_sync", [True, False])
 @pytest.mark.parametrize(("kind", "frozen"), [("ddp", False), ("fully_shard", False), ("fully_shard", True)])
+@pytest.mark.sampled(6)
 def test_experts_that_differ_and_no_group_are_refused_on_all_ranks(kind: str, frozen: bool, init_sync: bool) -> None:
     """They would get the first rank's values, or, without init_sync, the mean of different experts' gradients."""
     simulate(refused_without_a_group, 2, kind, frozen, init_sync)

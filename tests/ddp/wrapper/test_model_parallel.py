@@ -110,7 +110,7 @@ def trains(way: str, name_it: bool) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("name_it", [True, False])
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(6)
 def test_slices_train_over_their_own_ranks(way: str, name_it: bool) -> None:
     found = simulate(trains, 4, way, name_it)
     weights = [weight for weight, _ in found]
