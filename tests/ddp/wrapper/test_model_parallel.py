@@ -78,13 +78,17 @@ def all_texts(run: Callable[..., Any], *args: Any, ranks: int = 4) -> Iterator[s
 # ---- Slices. ----
 
 
-def forgets_the_group(way: str) -> str:
-    return refusal(lambda: wrap(way, Cut(dist.get_rank() % 2)))
+def forgets_the_group(way: str, frozen: bool) -> str:
+    model = Cut(dist.get_rank() % 2)
+    model.up.requires_grad_(not frozen)
+    return refusal(lambda: wrap(way, model))
 
 
+@pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("way", WAYS)
-def test_a_forgotten_group_is_refused(way: str) -> None:
-    for text in all_texts(forgets_the_group, way):
+@pytest.mark.sampled(6)
+def test_a_forgotten_group_is_refused(way: str, frozen: bool) -> None:
+    for text in all_texts(forgets_the_group, way, frozen):
         assert "'up.weight' is a slice of tensor parallelism" in text
         assert f"pass the data-parallel group as {'mesh' if way == 'fully_shard' else 'process_group'}" in text
 
