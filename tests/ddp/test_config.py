@@ -49,6 +49,35 @@ SLIPS: dict[str, tuple[Callable[[Any], object], str]] = {
 }
 
 
+NAMES_MEANT: dict[Any, dict[str, str]] = {
+    DistributedDataParallelConfig: {
+        "reduce_scatter_with_fp32_accumulation": "grad_reduce_wire_dtype=torch.bfloat16",
+        "use_megatron_fsdp": "fully_shard",
+        "data_parallel_sharding_strategy": "placements=",
+        "bucket_cap_mb": "bucket_size",
+        "delay_wgrad_compute": "leave it away",
+    },
+    DistributedDataParallel: {
+        "output_device": "before wrapping",
+        "broadcast_buffers": "copied once",
+        "bucket_cap_mb": "bucket_size",
+        "gradient_as_bucket_view": "leave it away",
+        "find_unused_parameters": "config=",
+        "static_graph": "leave it away",
+        "device_mesh": "process_group=mesh",
+        "mesh": "process_group=mesh",
+        "ddp_config": "config=",
+        "pg_collection": "tensor_parallel_group=pg_collection.tp",
+    },
+}
+
+
+@pytest.mark.parametrize(("cls", "name"), [(cls, name) for cls, names in NAMES_MEANT.items() for name in names])
+def test_names_of_other_libraries_are_answered_with_what_to_write(cls: Any, name: str) -> None:
+    with pytest.raises(TypeError, match=rf"has no argument '{name}': (?!it has).*{NAMES_MEANT[cls][name]}"):
+        cls(**{name: True})
+
+
 @pytest.mark.parametrize("slip", SLIPS)
 def test_a_slip_is_answered_with_the_name_that_is_meant(slip: str) -> None:
     call, message = SLIPS[slip]

@@ -233,6 +233,7 @@ def wrapped_ends(sharded: bool, overlap: bool) -> tuple[Any, DistributedOptimize
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.sampled(4)
 def test_a_second_backward_may_begin_with_what_the_first_has_not_reached(sharded: bool, overlap: bool) -> None:
     """Its accumulator holds what other ranks have brought, which no program has written by hand."""
 

@@ -244,6 +244,7 @@ def test_a_bad_gradient_of_an_earlier_backward_of_the_iteration_is_found() -> No
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.sampled(6)
 def test_nan_and_inf_are_bad_whatever_an_average_multiplies_by(value: float, dtype: torch.dtype) -> None:
     """Two ranks halve their gradients, so that twice the largest number would be sent."""
 

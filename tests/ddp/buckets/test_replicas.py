@@ -130,6 +130,7 @@ def rows_of(rank: int) -> Tensor:
 
 @pytest.mark.parametrize("kind", MODULES)
 @ways
+@pytest.mark.sampled(8)
 def test_writes_that_are_not_declared_are_refused_by_name(kind: str, way: str) -> None:
     def on_each_rank() -> None:
         module, name, data = MODULES[kind]()

@@ -476,7 +476,10 @@ def test_entries_of_a_manifest_that_cannot_be_are_refused(pristine: Path) -> Non
             dataclasses.replace(manifest, **change)
 
 
-@pytest.mark.parametrize(("key", "value"), [("lr", "fast"), ("lr", True), ("betas", 0.9), ("fused", True)])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("lr", "fast"), ("lr", True), ("lr", math.nan), ("lr", math.inf), ("betas", 0.9), ("fused", True)],
+)
 def test_options_that_no_optimizer_steps_with_are_refused(checkpoint: Path, key: str, value: Any) -> None:
     manifest = Manifest.read(checkpoint)
     assert manifest.optimizer is not None

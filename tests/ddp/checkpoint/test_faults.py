@@ -595,7 +595,7 @@ def save_dtensors(path: Path) -> list[str]:
 
 
 def test_dtensors_are_refused_by_name(tmp_path: Path) -> None:
-    for errors in run_ranks(save_dtensors, 2, tmp_path / "c"):
+    for errors in simulate(save_dtensors, 2, tmp_path / "c"):
         assert all(error.startswith("ValueError: parameter 'weight' is a DTensor") for error in errors), errors
     assert not (tmp_path / "c").exists()
 

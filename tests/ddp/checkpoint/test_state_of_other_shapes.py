@@ -16,8 +16,10 @@ from preconditioned import Shampoo, Soap
 from safetensors.torch import load_file
 from torch import Tensor, nn, optim
 from torch.distributed.device_mesh import init_device_mesh
+from uneven_cuts import Cut, loss_of
 
 from maingrad.ddp import (
+    WORLD_OF_ONE,
     DistributedDataParallel,
     DistributedDataParallelConfig,
     DistributedOptimizer,
@@ -337,17 +339,18 @@ def test_a_tensor_that_the_manifest_lacks_is_missing(tmp_path: Path, edit: str) 
 # ---- Parameters that are cut. ----
 
 
+class Recalling(optim.SGD):
+    elementwise = True
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param]["norms"] = torch.zeros(5)
+        return super().step(closure)
+
+
 def test_state_of_a_cut_parameter_is_refused_by_name(tmp_path: Path) -> None:
     """A save of an elementwise class that keeps a tensor for each flat shard; a load before the first step."""
-
-    class Recalling(optim.SGD):
-        elementwise = True
-
-        def step(self, closure: Any = None) -> Any:
-            for group in self.param_groups:
-                for param in group["params"]:
-                    self.state[param]["norms"] = torch.zeros(3)
-            return super().step(closure)
 
     def save() -> None:
         ddp = wrap(make_net(), use_distributed_optimizer=True)
@@ -370,6 +373,30 @@ def test_state_of_a_cut_parameter_is_refused_by_name(tmp_path: Path) -> None:
     assert not (tmp_path / "not").exists()
     alone(Shampoo, tmp_path / "c")
     simulate(load, 4)
+
+
+def test_state_of_a_part_that_tensor_parallel_ranks_hold_is_refused(tmp_path: Path) -> None:
+    """A rank that updates all of its part as one tensor: the state is still not the whole parameter's."""
+
+    def run(group: dist.ProcessGroup | None, action: Callable[..., None]) -> None:
+        model: Any = fully_shard(Cut(group), WORLD_OF_ONE)
+        optimizer = Recalling(model.parameters(), lr=0.1)
+        loss_of(model, 0, range(4)).backward()
+        optimizer.step()
+        action(tmp_path / "c", model, optimizer)
+
+    def save() -> None:
+        with pytest.raises(ValueError, match=r"state 'norms' of parameter 'embed' is a Tensor.*keep_params_whole=True"):
+            run(dist.group.WORLD, save_checkpoint)
+        assert not (tmp_path / "c").exists()
+
+    def load() -> None:
+        with pytest.raises(ValueError, match=r"state 'norms' of the whole parameter 'embed', which is cut between"):
+            run(dist.group.WORLD, load_checkpoint)
+
+    simulate(save, 2)
+    run(None, save_checkpoint)
+    simulate(load, 2)
 
 
 def test_a_group_of_its_own_beside_adamw(tmp_path: Path) -> None:

@@ -237,3 +237,42 @@ def test_a_subclass_of_muon_is_refused() -> None:
     optimizer = DistributedOptimizer(model, optimizer_class=Counting)
     with pytest.raises(ValueError, match="Counting reads learning rates and counters on the host"):
         GraphedTrainingStep(lambda x: model(x).sum(), model, optimizer)
+
+
+def test_a_capture_that_has_failed_leaves_a_program_to_train_without_graphs() -> None:
+    def trained(graphed: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = DistributedDataParallel(nn.Linear(4, 4), DistributedDataParallelConfig(use_distributed_optimizer=True))
+        optimizer = DistributedOptimizer(model, lr=0.1)
+
+        def train_step(x: Tensor) -> None:
+            model(x).square().sum().backward()
+            optimizer.step()
+            if is_capturing():
+                raise KeyError
+            optimizer.zero_grad()
+
+        step = GraphedTrainingStep(train_step, model, optimizer) if graphed else train_step
+        for number in range(6):
+            x = torch.full((1, 4), 1.0 + number + dist.get_rank())
+            try:
+                step(x)
+            except KeyError:
+                model.zero_grad()
+                step = train_step
+                step(x)
+        assert step is train_step
+        return [param.detach().clone() for param in model.parameters()]
+
+    def both() -> None:
+        assert all(map(torch.equal, trained(False), trained(True)))
+
+    simulate(both, 2)
+
+
+@pytest.mark.parametrize("groups", [(), ({"params": "bias", "fused": False},)], ids=["all", "a group"])
+def test_loops_over_tensors_are_refused(groups: Any) -> None:
+    model = DistributedDataParallel(nn.Linear(4, 4), DistributedDataParallelConfig())
+    optimizer = DistributedOptimizer(model, param_groups=groups, fused=bool(groups))
+    with pytest.raises(ValueError, match="AdamW reads learning rates and counters on the host"):
+        GraphedTrainingStep(lambda x: model(x).sum(), model, optimizer)

@@ -265,6 +265,23 @@ def test_checkpoints_go_on_with_other_ranks_and_layouts(tmp_path: Path, before: 
             assert_same(ours, expected)
 
 
+def test_several_groups_of_one_class_and_one_of_another(tmp_path: Path) -> None:
+    def built() -> Any:
+        classes: list[type[optim.Optimizer]] = [optim.AdamW, optim.AdamW, optim.SGD]
+        names = ["0.weight", "3.weight", "*.bias"]
+        groups = [{"params": name, "optimizer": cls, "lr": 0.1} for name, cls in zip(names, classes, strict=True)]
+        return build(torch.float32, {}, {"param_groups": groups})
+
+    ddp, optimizer = built()
+    train(ddp, optimizer, torch.float32, range(1))
+    save_checkpoint(tmp_path / "c", ddp, optimizer)
+    again, its = built()
+    load_checkpoint(tmp_path / "c", again, its)
+    for model, each in ((ddp, optimizer), (again, its)):
+        train(model, each, torch.float32, range(1, 3))
+    assert_same(weights(again), weights(ddp))
+
+
 def test_state_of_another_class_is_refused(tmp_path: Path) -> None:
     """The groups hold equal parameters."""
     groups = [{"params": ["0.weight", "3.weight"], "optimizer": Muon}, {"params": "*"}]

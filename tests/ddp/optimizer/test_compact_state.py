@@ -166,6 +166,20 @@ def test_training_is_as_good_as_with_full_state() -> None:
     assert losses["compact"] < 1.03 * losses["full"] < 0.5
 
 
+def test_a_rank_that_has_nothing_of_a_group_steps_with_the_options_of_the_other() -> None:
+    def train() -> list[bool]:
+        net = nn.Sequential(nn.Linear(24, 24, bias=False), nn.Linear(24, 24, bias=False)).to(BF16)
+        ddp = wrap(net, keep_params_whole=True)
+        optimizer = compact(ddp, param_groups=[{"params": "0.weight", "lr": 0.0}])
+        assert len({held.group for held in optimizer.slices if held.segment is not None}) == 1
+        before = {name: param.clone() for name, param in net.named_parameters()}
+        backward(ddp, 0, rank())
+        optimizer.step()
+        return [not torch.equal(param, before[name]) for name, param in net.named_parameters()]
+
+    assert simulate(train, 2) == [[False, True]] * 2
+
+
 # ---- Skips, writes, loads. ----
 
 
@@ -387,6 +401,7 @@ def test_what_compact_state_lacks_is_refused(options: dict[str, Any], words: str
     ],
 )
 @pytest.mark.parametrize("group", [0, 1])
+@pytest.mark.sampled(6)
 def test_what_compact_state_lacks_is_refused_where_a_group_gets_it_later(
     group: int, option: str, value: bool, words: str
 ) -> None:

@@ -155,6 +155,7 @@ def test_zero_grad_starts_a_new_iteration() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("max_norm", [1e-3, 0.3, 1e3])
+@pytest.mark.sampled(6)
 def test_clipping_is_torchs(dtype: torch.dtype, max_norm: float) -> None:
     """Ours divides by the inverse coefficient, torch multiplies: one rounding apart, which AdamW does not amplify."""
     models = [wrap(make_model(dtype)) for _ in range(2)]

@@ -277,7 +277,7 @@ def norm_of(grads: list[Tensor], **config: Any) -> Tensor:
 @pytest.mark.in_turn
 @pytest.mark.parametrize("config", [{}, ZERO1], ids=["whole", "sharded"])
 @pytest.mark.parametrize("ranks", [1, 3])
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 def test_the_norm_is_as_wide_as_the_widest_gradient(ranks: int, config: dict[str, Any]) -> None:
     three, four = torch.tensor([3.0, 0.0]), torch.tensor([[0.0], [4.0]])
     for grads, dtype in (
@@ -495,11 +495,11 @@ def test_watchers_of_iterations_hear_of_a_step_that_is_skipped(monkeypatch: pyte
     monkeypatch.setattr(iteration_ends, "_watchers", [Watcher()])
     ddp = wrap(nn.Linear(2, 1))
     optimizer = DistributedOptimizer(ddp, lr=0.1, skip_nonfinite=True)
-    for value in (1.0, math.nan, 1.0):
+    for value in (1.0, math.nan, math.inf, 1.0):
         ddp(torch.full((1, 2), value)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert heard == [False, True, False]
+    assert heard == [False, True, True, False]
 
 
 def test_an_optimizer_may_be_told_later_to_skip() -> None:

@@ -334,6 +334,7 @@ def test_a_subclass_of_a_stock_class_says_it_too() -> None:
 
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("cls", [optim.LBFGS, optim.SparseAdam])
+@pytest.mark.sampled(4)
 def test_classes_that_need_all_parameters_at_once_are_refused(cls: type[optim.Optimizer], whole: bool) -> None:
     ddp = wrap(make_net(), use_distributed_optimizer=True, keep_params_whole=whole)
     with pytest.raises(ValueError, match=rf"{cls.__name__} cannot update flat shards.*use_distributed_optimizer=False"):

@@ -331,6 +331,11 @@ def test_a_frozen_parameter_is_in_no_group() -> None:
         DistributedOptimizer(wrap(model), param_groups=[{"params": "0.bias"}])
 
 
+def test_a_learning_rate_of_zero_is_one() -> None:
+    """A warm-up begins with it."""
+    assert DistributedOptimizer(wrap(make_net()), lr=0.0).param_groups[0]["lr"] == 0.0
+
+
 def test_further_groups_are_refused() -> None:
     optimizer = DistributedOptimizer(wrap(make_net()))
     with pytest.raises(RuntimeError, match="takes no further group: give the constructor param_groups"):
@@ -339,7 +344,7 @@ def test_further_groups_are_refused() -> None:
 
 @pytest.mark.parametrize("options", [{"fused": False}, {"foreach": True, "fused": False}], ids=str)
 @pytest.mark.parametrize("max_grad_norm", [None, 0.1])
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 def test_a_group_without_the_fused_kernel_takes_it_from_all(options: dict[str, Any], max_grad_norm: float) -> None:
     """Clipping divides all gradients inside the fused kernel, or all before it; never some."""
     groups = [{"params": "*.bias", **options}]

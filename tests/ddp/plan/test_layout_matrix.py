@@ -168,6 +168,7 @@ def test_padding_for_bus_bandwidth() -> None:
 @pytest.mark.parametrize(
     ("num_buckets", "per_bucket"), [(1, [10]), (2, [5, 5]), (3, [4, 4, 2]), (4, [3, 3, 3, 1]), (10, [1] * 10)]
 )
+@pytest.mark.sampled(20)
 def test_a_number_of_buckets(num_buckets: int, per_bucket: list[int], ranks: int) -> None:
     # k weights, rounded up to 128: see above; 4: 9088 x 3 + 9025 = 36289 -> 36352; 5: 45377 -> 45440.
     numel = {1: 9088, 2: 18176, 3: 27264, 4: 36352, 5: 45440, 10: 90880}

@@ -18,6 +18,7 @@ def _marked(shape, **marks):
 
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.sampled(4)
 def test_the_boxes_of_all_ranks_are_the_whole_in_the_order_of_local_elements(dim, stride):
     whole = torch.arange(8 * 12).view(8, 12)
 

@@ -1,6 +1,7 @@
 """Each rule of ``ddp/plan/tensor_parallel/products.py`` against the plain layer, and what has no rule."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -83,8 +84,7 @@ RULES = {
 }
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(("rule", "bias"), list(itertools.product(RULES, (True, False))))
 def test_a_rule_writes_each_microbatch_into_main_grad(rule: str, bias: bool) -> None:
     at, cut, bias_cut = RULES[rule]
     for writes in simulate(run, 4, at, cut, bias_cut if bias else None, convert=True):

@@ -161,8 +161,10 @@ def refused(what: str) -> str:
         model(0).backward()
         with pytest.raises(ValueError, match="without pipeline_group would treat each pipeline stage"):
             clip_grad_norm(model, 1.0)
+        other = DistributedDataParallel(nn.Linear(2, 2), process_group=alone)
+        other(torch.ones(1, 2)).sum().backward()
         with pytest.raises(ValueError, match="without pipeline_group would treat each pipeline stage"):
-            clip_grad_norm([model, model], 1.0)
+            clip_grad_norm([other, model], 1.0)
         return str(raised.value)
     return "nothing to refuse"
 

@@ -6,9 +6,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from cut_models import WAYS, CutModel, backward, batch, joined, loss_of, plain_grads, ranks_of_mesh, train, wrapped
-from torch import Tensor
+from torch import Tensor, nn
 
-from maingrad.ddp import DistributedOptimizer, GradScaler, clip_grad_norm
+from maingrad.ddp import (
+    WORLD_OF_ONE,
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    DistributedOptimizer,
+    GradScaler,
+    clip_grad_norm,
+)
 from maingrad.launch import simulate
 
 EVERY = [(way, sp) for way in ("ddp", "zero1", "hybrid") for sp in (False, True)]
@@ -219,6 +226,20 @@ def state_of_another_slice(way: str) -> str:
 def test_an_optimizers_state_is_of_its_slices(way: str) -> None:
     for text in simulate(state_of_another_slice, world_of(way), way):
         assert "on tensor-parallel rank 2 of 2" in text
+
+
+def test_one_tensor_parallel_rank_has_the_state_of_all() -> None:
+    """A program that cuts its model only where there are several GPUs."""
+
+    def trained(**groups: Any) -> DistributedOptimizer:
+        model = DistributedDataParallel(nn.Linear(2, 2), DistributedDataParallelConfig(), **groups)
+        optimizer = DistributedOptimizer(model, lr=0.1)
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        return optimizer
+
+    state = trained().state_dict()
+    trained(tensor_parallel_group=WORLD_OF_ONE).load_state_dict(state)
 
 
 def parted() -> str:

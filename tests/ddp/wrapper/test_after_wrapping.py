@@ -45,6 +45,7 @@ def test_freezing_after_wrapping_is_refused_at_the_next_forward() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"overlap_grad_reduce": True, "find_unused_parameters": True}])
 @pytest.mark.parametrize("when", ["before", "between", "after"])
+@pytest.mark.sampled(6)
 def test_a_model_that_is_frozen_meanwhile_is_gone_through(when: str, options: dict[str, bool]) -> None:
     """A generator's step through its discriminator: backward goes through, and adds nothing to the wrapped model."""
     ddp = wrap(make_model(), **options)
@@ -100,6 +101,15 @@ def test_a_model_that_stays_frozen_is_not_reduced() -> None:
     ddp.requires_grad_(True)
     ddp.zero_grad_buffer()
     ddp_backward(ddp, make_batches(1))
+
+
+def test_a_frozen_parameter_without_a_gradient_is_found_behind_one_that_has_its_own() -> None:
+    ddp = wrap(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    with ddp.no_sync():
+        ddp.module[1](torch.ones(1, 2)).sum().backward()
+    ddp.module.requires_grad_(False)
+    with pytest.raises(RuntimeError, match=r"parameter '0\.bias' was frozen"):
+        ddp.finish_grad_sync()
 
 
 def test_unfreezing_after_wrapping_is_refused_at_the_next_forward() -> None:
@@ -175,6 +185,7 @@ def copy_one_parameter(ddp: DistributedDataParallel, donor: nn.Module) -> set[st
 
 @pytest.mark.parametrize("load", [load_at_the_wrapper, load_at_the_model, load_at_a_layer, copy_one_parameter])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.sampled(8)
 def test_loading_refreshes_the_masters(
     load: Callable[[DistributedDataParallel, nn.Module], set[str]], dtype: torch.dtype
 ) -> None:

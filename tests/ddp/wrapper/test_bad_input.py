@@ -433,6 +433,7 @@ def test_the_optimizer_refuses_what_it_cannot_do() -> None:
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("before", [False, True], ids=["hook after wrapping", "hook before wrapping"])
 @pytest.mark.parametrize("again", [False, True], ids=["first backward", "second backward"])
+@pytest.mark.sampled(8)
 def test_an_optimizer_steps_after_the_backward_and_not_in_its_hooks(sharded: bool, before: bool, again: bool) -> None:
     model, twin = make_model(), wrap(make_model())
     optimizers: list[torch.optim.Optimizer] = []

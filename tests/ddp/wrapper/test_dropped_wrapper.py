@@ -136,6 +136,7 @@ def unwrapped(config: dict[str, Any], live: bool) -> None:
 @pytest.mark.parametrize(
     "config", [{}, {"overlap_grad_reduce": True}, {"use_distributed_optimizer": True, "overlap_param_gather": True}]
 )
+@pytest.mark.sampled(6)
 def test_unwrap_gives_a_plain_module_back(config: dict[str, Any], live: bool) -> None:
     simulate(unwrapped, 2, config, live)
 

@@ -188,6 +188,7 @@ def refused_without_a_group(kind: str, frozen: bool, init_sync: bool) -> None:
 
 @pytest.mark.parametrize("init_sync", [True, False])
 @pytest.mark.parametrize(("kind", "frozen"), [("ddp", False), ("fully_shard", False), ("fully_shard", True)])
+@pytest.mark.sampled(6)
 def test_experts_that_differ_and_no_group_are_refused_on_all_ranks(kind: str, frozen: bool, init_sync: bool) -> None:
     """They would get the first rank's values, or, without init_sync, the mean of different experts' gradients."""
     simulate(refused_without_a_group, 2, kind, frozen, init_sync)
@@ -215,15 +216,17 @@ def test_experts_that_differ_are_refused_beside_slices_that_do_not() -> None:
     simulate(wraps, 2)
 
 
-def test_experts_that_a_rank_has_alone_may_have_a_shape_of_their_own() -> None:
+@pytest.mark.parametrize("frozen", [False, True])
+def test_experts_that_a_rank_has_alone_may_have_a_shape_of_their_own(frozen: bool) -> None:
     def train() -> Tensor:
         rank = dist.get_rank()
-        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1 + rank, bias=False))
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1 + rank, bias=False).requires_grad_(not frozen))
         model[1].weight.allreduce = False  # type: ignore[assignment]
+        model[1].register_buffer("load", torch.zeros(1 + rank))
         ddp = DistributedDataParallel(model, expert_process_group=WORLD_OF_ONE)
         ddp(torch.ones(1, 2)).sum().backward()
         ddp.finish_grad_sync()
-        assert model[1].weight.main_grad.shape == (1 + rank, 2)  # type: ignore[union-attr]
+        assert frozen or model[1].weight.main_grad.shape == (1 + rank, 2)  # type: ignore[union-attr]
         return model[0].weight.main_grad.clone()  # type: ignore[operator]
 
     assert torch.equal(*simulate(train, 2))

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import uneven_cuts
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -18,6 +19,7 @@ from torch.distributed.pipelining.stage import PipelineStage
 from torch.distributed.tensor import DTensor, Replicate
 
 from maingrad.ddp import (
+    WORLD_OF_ONE,
     DistributedDataParallel,
     DistributedDataParallelConfig,
     DistributedOptimizer,
@@ -76,13 +78,17 @@ def all_texts(run: Callable[..., Any], *args: Any, ranks: int = 4) -> Iterator[s
 # ---- Slices. ----
 
 
-def forgets_the_group(way: str) -> str:
-    return refusal(lambda: wrap(way, Cut(dist.get_rank() % 2)))
+def forgets_the_group(way: str, frozen: bool) -> str:
+    model = Cut(dist.get_rank() % 2)
+    model.up.requires_grad_(not frozen)
+    return refusal(lambda: wrap(way, model))
 
 
+@pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("way", WAYS)
-def test_a_forgotten_group_is_refused(way: str) -> None:
-    for text in all_texts(forgets_the_group, way):
+@pytest.mark.sampled(6)
+def test_a_forgotten_group_is_refused(way: str, frozen: bool) -> None:
+    for text in all_texts(forgets_the_group, way, frozen):
         assert "'up.weight' is a slice of tensor parallelism" in text
         assert f"pass the data-parallel group as {'mesh' if way == 'fully_shard' else 'process_group'}" in text
 
@@ -108,7 +114,7 @@ def trains(way: str, name_it: bool) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("name_it", [True, False])
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(6)
 def test_slices_train_over_their_own_ranks(way: str, name_it: bool) -> None:
     found = simulate(trains, 4, way, name_it)
     weights = [weight for weight, _ in found]
@@ -192,11 +198,12 @@ def test_what_would_cover_one_ranks_slices_is_refused(way: str) -> None:
         assert "slice of tensor parallelism" in text
 
 
-def after_taking_the_marks_off(way: str) -> float:
-    """The remedy where all ranks hold whole parameters after all, as at a tensor-parallel degree of 1."""
+def after_setting_a_mark_to_false(way: str, mark: str) -> float:
+    """The remedy where all ranks hold whole parameters after all, as at a tensor-parallel degree of 1. Megatron-core
+    marks experts as slices too, whole or cut."""
     dp, _ = groups()
     model = Cut(0)
-    model.up.weight.tensor_model_parallel = False  # type: ignore[assignment]
+    setattr(model.up.weight, mark, False)
     wrapped = wrap(way, model, dp)
     wrapped(torch.ones(2, 4)).square().sum().backward()
     wrapped.finish_grad_sync()
@@ -205,9 +212,10 @@ def after_taking_the_marks_off(way: str) -> float:
     return clip_grad_norm(wrapped, 1.0).item()
 
 
+@pytest.mark.parametrize("mark", ["tensor_model_parallel", "allreduce"])
 @pytest.mark.parametrize("way", WAYS)
-def test_without_the_mark_norms_are_as_ever(way: str) -> None:
-    norms = simulate(after_taking_the_marks_off, 4, way)
+def test_without_slices_norms_are_as_ever(way: str, mark: str) -> None:
+    norms = simulate(after_setting_a_mark_to_false, 4, way, mark)
     assert len(set(norms)) == 1
 
 
@@ -239,6 +247,18 @@ def test_tensor_parallel_ranks_reduce_in_one_order() -> None:
     for text in simulate(wraps, 4):
         assert "the cut model differs between ranks" in text
         assert re.search(r"rank \d has 'up.weight' \[8, 4\] .* in bucket 1 where rank \d has .* in bucket 0", text)
+
+
+@pytest.mark.parametrize("bucket_size", [10, 30])
+def test_uneven_slices_close_buckets_at_the_same_parameters(bucket_size: int) -> None:
+    def names() -> list[list[str]]:
+        config = DistributedDataParallelConfig(bucket_size=bucket_size)
+        model = uneven_cuts.Cut(dist.group.WORLD)
+        ddp = DistributedDataParallel(model, config, process_group=WORLD_OF_ONE)
+        return [[record.name for record in bucket.records] for bucket in ddp.buckets]
+
+    first, second = simulate(names, 2)
+    assert first == second and len(first) > 1
 
 
 def test_nan_in_one_ranks_slice_is_found_on_all() -> None:

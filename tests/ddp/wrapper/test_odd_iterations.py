@@ -307,6 +307,31 @@ def test_other_parts_do_not_wait_for_one_that_has_failed() -> None:
     assert {bucket.phase.value for bucket in ddp.buckets} == {"reducing"}
 
 
+def test_a_bucket_that_is_ready_and_waits_for_its_turn_may_be_discarded() -> None:
+    ddp = wrap(make_model(), overlap_grad_reduce=True, bucket_size=1)
+    parts, (first, *_, last) = ddp.grad_parts, ddp.module
+    for part in (first, last):
+        parts.begin(part, part.parameters())
+    with parts.backward(first, final=True):
+        loss_of(ddp, make_batches(1)[0]).backward()
+    assert "ready" in {bucket.phase.value for bucket in ddp.buckets}
+    ddp.zero_grad()
+    assert {bucket.phase.value for bucket in ddp.buckets} == {"idle"}
+
+
+@pytest.mark.parametrize("around", ["no_sync", "a part's backward", "a part's last backward"])
+def test_an_error_in_a_block_ends_the_block(around: str) -> None:
+    ddp = wrap(make_model(), overlap_grad_reduce=True)
+    parts, (first, *_) = ddp.grad_parts, ddp.module
+    parts.begin(first, first.parameters())
+    block = ddp.no_sync() if around == "no_sync" else parts.backward(first, final="last" in around)
+    with pytest.raises(KeyError), block:
+        raise KeyError
+    parts.leave(first)
+    loss_of(ddp, make_batches(1)[0]).backward()
+    assert all(param.grad is not None for param in ddp.parameters())
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_gradients_are_shown_when_all_parts_have_ended(overlap: bool) -> None:
     ddp = wrap(make_model(), overlap_grad_reduce=overlap)

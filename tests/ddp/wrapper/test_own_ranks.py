@@ -114,6 +114,7 @@ WAYS = {
 
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("clip", WAYS)
+@pytest.mark.sampled(4)
 def test_norms_cover_what_a_program_puts_into_all_gradients(clip: str, sharded: bool) -> None:
     """Our norm sees tensors in the place of gradients too. torch's sees what is written into them."""
 
@@ -140,6 +141,7 @@ def test_norms_cover_what_a_program_puts_into_all_gradients(clip: str, sharded: 
 
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("replaced", ["all", "the expert's"])
+@pytest.mark.sampled(4)
 def test_steps_refuse_an_experts_gradient_of_which_torch_saw_one_ranks(replaced: str, sharded: bool) -> None:
     def train() -> bool:
         model, optimizer = sharded_model() if sharded else reduced()
