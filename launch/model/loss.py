@@ -40,8 +40,9 @@ def loss_in_chunks(head: LinearCrossEntropy, hidden: Tensor, targets: Tensor, ra
 
     flat, size = targets.reshape(-1), head.chunk_tokens
     chunks = zip(to_columns(hidden, ranks).flatten(0, 1).split(size), flat.split(size), strict=True)
-    options = {"use_reentrant": False, "preserve_rng_state": False}
-    losses: list[Tensor] = [checkpoint(summed, *chunk, **options) for chunk in chunks]
+    losses: list[Tensor] = [
+        checkpoint(summed, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks
+    ]
     return torch.stack(losses).sum() / count_targets(flat)
 
 
