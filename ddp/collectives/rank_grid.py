@@ -56,9 +56,6 @@ class WorldOfOne:
 WORLD_OF_ONE: WorldOfOne = object.__new__(WorldOfOne)
 """This process alone, whatever other ranks there are. Accepted wherever a process group or a mesh is."""
 
-_TWO_DIMS = "_maingrad_in_two_dims"
-"""Attribute of meshes of three dims: see ``in_two_dims``."""
-
 Ranks: TypeAlias = dist.ProcessGroup | DeviceMesh | WorldOfOne | None
 """Ranks as a user names them. None: the default group; without one, and without a launcher, a world of one."""
 
@@ -452,14 +449,10 @@ def in_two_dims(mesh: DeviceMesh) -> DeviceMesh:
     shards. Others as they are. Collective over the last two dims."""
     if mesh.ndim != 3 or (mesh.mesh_dim_names or ("",))[-1] != "cp":
         return mesh
-    found: DeviceMesh | None = getattr(mesh, _TWO_DIMS, None)  # kept: each unit of ``fully_shard`` is given the mesh
-    if found is None:
-        outer, *joined = mesh.mesh_dim_names or ()
-        inner = _group_of(mesh.mesh[mesh.get_local_rank(0)].flatten().tolist(), like=mesh.get_group(1))
-        groups, names = [mesh.get_group(0), inner], (outer, "_".join(joined))
-        found = DeviceMesh.from_group(groups, mesh.device_type, mesh=mesh.mesh.flatten(1), mesh_dim_names=names)
-        setattr(mesh, _TWO_DIMS, found)
-    return found
+    outer, *joined = mesh.mesh_dim_names or ()
+    groups = [mesh.get_group(0), mesh[tuple(joined)]._flatten().get_group()]  # torch keeps what it has flattened
+    names = (outer, "_".join(joined))
+    return DeviceMesh.from_group(groups, mesh.device_type, mesh=mesh.mesh.flatten(1), mesh_dim_names=names)
 
 
 def _cut(

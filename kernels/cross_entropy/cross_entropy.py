@@ -22,8 +22,7 @@ def cross_entropy_in_place(
 
     =======  ======  ===================================================================================
     logits   [T, V]  bf16, fp16, fp32 or fp64, adjacent columns; without ``grads`` they stay
-    targets  [T]     int64; out of range and not ignored: NaN on CUDA, ``RuntimeError`` on a CPU; with
-                    ``terms.in_part`` V is a class that is not here
+    targets  [T]     int64; out of range and not ignored: NaN on CUDA, ``RuntimeError`` on a CPU
     lse      [T]     of an earlier call with these logits: no loss is computed; None: computed
     grads    [T]     gradient of each token's loss, fp32 (fp64 for fp64), any stride; None: no gradient
     =======  ======  ===================================================================================

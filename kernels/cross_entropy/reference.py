@@ -8,8 +8,7 @@ Legend: T tokens, V classes. With ``r`` [T, V] the logits of the last layer, ``y
     dz[j] = g ((1 + 2 zl l) p[j] - (1 - e) [j = y] - e / V)         g: gradient of the token's loss
     dr    = dz (1 - (z / cap)^2) scale
 
-An ignored token has loss 0 and gradient 0, whatever its logits and ``g`` are. Where a target is none of these classes
-(``in_part``), ``z[y]`` is 0, and no ``j`` is ``y``.
+An ignored token has loss 0 and gradient 0, whatever its logits and ``g`` are.
 """
 
 from typing import NamedTuple
@@ -33,8 +32,6 @@ class LossTerms(NamedTuple):
     """Bound of the logits' absolute value, by tanh (Gemma 2); None: no bound."""
     logit_scale: float = 1.0
     """Factor of the logits, before the cap."""
-    in_part: bool = False
-    """The classes are a part of all: the target ``V`` stands for any class of the others."""
 
 
 def scaled_and_capped(logits: Tensor, terms: LossTerms) -> Tensor:
@@ -51,10 +48,7 @@ def token_losses_reference(logits: Tensor, targets: Tensor, terms: LossTerms) ->
     z = scaled_and_capped(logits.to(torch.promote_types(logits.dtype, torch.float32)), terms)
     lse = torch.logsumexp(z, dim=1)
     valid = targets != terms.ignore_index
-    at, others = _places(targets, valid, z.shape[1], terms)
-    of_target = z.gather(1, at[:, None])[:, 0]
-    if others is not None:
-        of_target = of_target.masked_fill(others, 0.0)
+    of_target = z.gather(1, torch.where(valid, targets, 0)[:, None])[:, 0]
     losses = lse - (1 - terms.label_smoothing) * of_target
     if terms.label_smoothing:
         losses = losses - terms.label_smoothing * z.mean(dim=1)
@@ -72,20 +66,11 @@ def logit_grads_reference(logits: Tensor, targets: Tensor, lse: Tensor, grads: T
         dz *= 1 + 2 * terms.z_loss * lse[:, None]
     if terms.label_smoothing:
         dz -= terms.label_smoothing / logits.shape[1]
-    at, others = _places(targets, valid, logits.shape[1], terms)
-    of_target = dz.new_full(at.shape, terms.label_smoothing - 1)
-    if others is not None:
-        of_target.masked_fill_(others, 0.0)
-    dz.scatter_add_(1, at[:, None], of_target[:, None])
+    at = torch.where(valid, targets, 0)[:, None]
+    dz.scatter_add_(1, at, dz.new_full((), terms.label_smoothing - 1).expand(at.shape))
     dz *= grads[:, None]
     if terms.logit_softcap is not None:
         dz *= 1 - (z / terms.logit_softcap).square()
     if terms.logit_scale != 1.0:
         dz *= terms.logit_scale
     logits.copy_(dz.masked_fill_(~valid[:, None], 0))
-
-
-def _places(targets: Tensor, valid: Tensor, classes: int, terms: LossTerms) -> tuple[Tensor, Tensor | None]:
-    """The target's column of each row, any where there is none; and which rows have their target elsewhere."""
-    others = targets == classes if terms.in_part else None
-    return torch.where(valid if others is None else valid & ~others, targets, 0), others

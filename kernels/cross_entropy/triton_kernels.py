@@ -32,7 +32,7 @@ def _scaled_and_capped(logits: tl.tensor, scale: tl.tensor, cap: tl.tensor) -> t
 def _cross_entropy_kernel(
     logits: tl.tensor, targets: tl.tensor, grads: tl.tensor, lses: tl.tensor, losses: tl.tensor, V: tl.tensor,
     stride: tl.tensor, stride_grads: tl.tensor, ignore_index: tl.tensor, smoothing: tl.tensor, z_loss: tl.tensor,
-    cap: tl.tensor, scale: tl.tensor, HAS_LSE: tl.constexpr, IN_PART: tl.constexpr, BLOCK: tl.constexpr,
+    cap: tl.tensor, scale: tl.tensor, HAS_LSE: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     """A program handles a row. Without HAS_LSE the first pass finds the log-sum-exp and the loss.
 
@@ -48,8 +48,6 @@ def _cross_entropy_kernel(
     else:
         in_range = (target >= 0) & (target < V)
         of_target = tl.load(base + target, mask=in_range, other=float("nan")).to(tl.float32)
-        if IN_PART:
-            of_target = tl.where(target == V, 0.0, of_target)
         of_target = _scaled_and_capped(of_target, scale, cap)
         # Each lane keeps its own maximum and sum, so that the loop has no reduction across threads.
         largest = tl.full((BLOCK,), _LOWEST, dtype=tl.float32)
@@ -109,7 +107,7 @@ def cross_entropy_triton(
         _cross_entropy_kernel[(rows,)](
             logits, targets.contiguous(), grads, lse, losses, classes, logits.stride(0),
             0 if grads is None else grads.stride(0), terms.ignore_index, terms.label_smoothing or None,
-            terms.z_loss or None, terms.logit_softcap, terms.logit_scale, HAS_LSE=has_lse, IN_PART=terms.in_part,
+            terms.z_loss or None, terms.logit_softcap, terms.logit_scale, HAS_LSE=has_lse,
             BLOCK=min(_WIDEST, max(16, triton.next_power_of_2(classes))), num_warps=_NUM_WARPS,
         )  # fmt: skip
     return losses, lse

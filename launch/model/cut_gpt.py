@@ -48,7 +48,7 @@ def cut_gpt(model: GPT, group: dist.ProcessGroup, *, sequence_parallel: bool = F
         linear.weight = _cut(linear.weight, dim, parts, group)
         linear.out_features, linear.in_features = linear.weight.shape
         linear.mark_delayed_weights()
-        if ranks is not None:
+        if ranks is not None and not isinstance(linear, LinearCrossEntropy):  # ``loss_in_chunks`` exchanges for it
             exchange_over_ranks(linear, [mode], ranks, group)
 
     words = None if model.embedding is None else model.embedding.weight
@@ -72,8 +72,6 @@ def cut_gpt(model: GPT, group: dist.ProcessGroup, *, sequence_parallel: bool = F
         model.embedding.num_embeddings = len(model.embedding.weight)
         model.mark_shared_embedding()
     model.tensor_ranks, model.first_word = ranks, rank * -(-model.vocab_size // size)
-    if isinstance(model.head, LinearCrossEntropy):
-        model.head.first_class = model.first_word
 
 
 def _cut(whole: Tensor, dim: int, blocks: Sequence[int], group: dist.ProcessGroup) -> nn.Parameter:

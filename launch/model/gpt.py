@@ -29,7 +29,7 @@ from ..config.mesh import WHOLE, Stage
 from ..config.run import ModelConfig
 from ..parallelizing.exchanges import ALONE, ContextRanks, ring_attention, ulysses
 from .feed_forward import FeedForward, make_linear
-from .loss import count_targets, find_padding, mean_loss
+from .loss import count_targets, find_padding, loss_in_chunks, mean_loss
 from .moe import MixtureOfExperts, RouterStats, router_losses
 
 __all__ = [
@@ -286,10 +286,12 @@ class GPT(nn.Module):
             if targets is None:
                 logits: Tensor = self.head(self.norm(x))
                 return logits
-            if self.config.fused_loss:
-                loss: Tensor = self.head(self.norm(x), targets, num_tokens=count_targets(targets))
-            else:
+            if not self.config.fused_loss:
                 loss = mean_loss(self.head(self.norm(x)), targets, self.tensor_ranks, self.first_word)
+            elif self.tensor_ranks is None:
+                loss = self.head(self.norm(x), targets, num_tokens=count_targets(targets))
+            else:
+                loss = loss_in_chunks(self.head, self.norm(x), targets, self.tensor_ranks, self.first_word)
         if routers:
             of_routers = router_losses(routers, self.config, self.loss_group)
             self.loss_parts = LossParts(loss.detach(), *of_routers[1:])

@@ -4,12 +4,15 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
+from ...te_integration import LinearCrossEntropy
 from ...te_integration.dense.products import Ranks
+from ...te_integration.dense.tensor_parallel import to_columns
 from ...te_integration.head.over_ranks import cross_entropy_over_ranks
 from ..parallelizing.exchanges import ALONE, ContextRanks
 
-__all__ = ["count_targets", "find_padding", "mean_loss"]
+__all__ = ["count_targets", "find_padding", "loss_in_chunks", "mean_loss"]
 
 
 def mean_loss(logits: Tensor, targets: Tensor, ranks: Ranks | None = None, first: int = 0) -> Tensor:
@@ -24,6 +27,23 @@ def mean_loss(logits: Tensor, targets: Tensor, ranks: Ranks | None = None, first
     else:
         total = cross_entropy_over_ranks(rows, flat, ranks, first).sum()
     return total / count_targets(flat)
+
+
+def loss_in_chunks(head: LinearCrossEntropy, hidden: Tensor, targets: Tensor, ranks: Ranks, first: int) -> Tensor:
+    """``mean_loss`` by ``head``, which has the classes from ``first`` on, with one chunk's logits in memory.
+
+    Backward computes them again, and exchanges again.
+    """
+
+    def summed(rows: Tensor, own: Tensor) -> Tensor:
+        return cross_entropy_over_ranks(head(rows).float(), own, ranks, first).sum()
+
+    flat, size = targets.reshape(-1), head.chunk_tokens
+    chunks = zip(to_columns(hidden, ranks).flatten(0, 1).split(size), flat.split(size), strict=True)
+    losses: list[Tensor] = [
+        checkpoint(summed, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks
+    ]
+    return torch.stack(losses).sum() / count_targets(flat)
 
 
 def count_targets(targets: Tensor) -> Tensor:

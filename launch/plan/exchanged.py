@@ -21,12 +21,13 @@ in a ring                 k and v [B, H, T, C] in forward and in backward; their
 ========================  =============================================================  ==============================
 
 Embedding and head of tensor-parallel ranks are together as one feed-forward, and the loss sums three numbers for each
-token, in fp32.
+token, in fp32: of a chunk of tokens, and in backward once more, with ``model.fused_loss``.
 """
 
 import math
 from typing import NamedTuple
 
+from ...te_integration import LinearCrossEntropy
 from ..config.run import Config
 
 __all__ = ["Exchange", "exchanges_of"]
@@ -60,10 +61,12 @@ def _over_tp(config: Config, tokens: int) -> Exchange:
         fuses = model.fuse_wgrad_accumulation or model.delay_wgrad_layers > 0
         blocks = 2 * layers * (fuses and not settings.compile and settings.recipe == "none")
         calls = whole = 2 * sums + blocks + (fuses and not model.fused_loss)
-    nbytes = tokens * (whole * model.dim * model.dtype("param_dtype").itemsize + 2 * 3 * 4)
+    losses = 1 + model.fused_loss  # whose backward computes them again
+    nbytes = tokens * (whole * model.dim * model.dtype("param_dtype").itemsize + losses * 2 * 3 * 4)
+    calls += 2 * losses * (-(-tokens // LinearCrossEntropy.chunk_tokens) if model.fused_loss else 1)
     times = settings.num_microbatches
     what = "sums and gathers of tensor-parallel ranks"
-    return Exchange(what, mesh.tp, times * (calls + 2), times * nbytes * (mesh.tp - 1) // mesh.tp)
+    return Exchange(what, mesh.tp, times * calls, times * nbytes * (mesh.tp - 1) // mesh.tp)
 
 
 def _over_cp(config: Config, tokens: int) -> Exchange:

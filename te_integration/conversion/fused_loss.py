@@ -85,8 +85,7 @@ class LossHead(LinearCrossEntropy):
             announced = torch.as_tensor(announced, dtype=dtype, device=hidden.device)
         if bias is None:
             return self.loss(hidden, targets, terms, reduction, None, announced)
-        options: dict[str, Any] = {
-            **{name: value for name, value in terms._asdict().items() if name != "in_part"},
+        options: dict[str, Any] = terms._asdict() | {
             "mode": self.mode,
             "chunk_tokens": self.chunk_tokens,
             "grad_scale": announced,

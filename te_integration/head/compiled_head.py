@@ -25,8 +25,7 @@ from .written_ahead import deliver_written, write_ahead
 __all__ = ["compiled_losses", "compiled_losses_in_forward"]
 
 _OPTIONS = (
-    "int ignore_index, float label_smoothing, float z_loss, float? logit_softcap, float logit_scale, bool in_part, "
-    "int chunk_tokens"
+    "int ignore_index, float label_smoothing, float z_loss, float? logit_softcap, float logit_scale, int chunk_tokens"
 )
 
 

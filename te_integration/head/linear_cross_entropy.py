@@ -15,12 +15,10 @@ from ...kernels.cross_entropy.reference import LossTerms, scaled_and_capped, tok
 from ..dense.compiled_wgrad import mode_of, run_outside_graph
 from ..dense.linear import ProductUse, SplitLinear
 from ..dense.linear_options import InitMethod, one_dtype
-from ..dense.products import Ranks, cast, dtype_of_products, in_transform, rows_of
-from ..dense.tensor_parallel import to_columns
+from ..dense.products import cast, dtype_of_products, in_transform, rows_of
 from ..wgrad_queue import WgradQueue
 from .compiled_head import compiled_losses, compiled_losses_in_forward
 from .in_forward import can_write_in_forward, losses_in_forward
-from .over_ranks import targets_of_rank
 from .recomputing import HeadWgrad, recomputed_losses
 
 __all__ = ["LinearCrossEntropy", "linear_cross_entropy"]
@@ -77,9 +75,6 @@ class LinearCrossEntropy(SplitLinear, nn.Linear):
     ignores_recipes = True
     num_products = 0
     needs_provider = False
-    ranks: Ranks | None = None
-    """The tensor-parallel ranks that have the other classes; ``first_class`` is this rank's first."""
-    first_class = 0
 
     def __init__(
         self,
@@ -148,15 +143,6 @@ class LinearCrossEntropy(SplitLinear, nn.Linear):
         grad_scale: Count | None = None,
     ) -> Tensor:
         """The loss by ``terms``, in place of the module's own options."""
-        if self.ranks is not None:
-            if terms.label_smoothing or terms.z_loss or self.mode == "in_forward":
-                raise ValueError(
-                    f'{self.describe()}: label_smoothing, z_loss and mode="in_forward" need the logits of all classes, '
-                    f"of which each tensor-parallel rank has a part"
-                )
-            hidden, ignored = to_columns(hidden, self.ranks), targets == terms.ignore_index
-            targets = targets_of_rank(targets, self.first_class, self.weight.shape[0]).masked_fill(ignored, -100)
-            terms = terms._replace(ignore_index=-100, in_part=True)
         _check_call(self.describe, hidden, self.weight, targets, how, self.mode, num_tokens)
 
         def losses(rows: Tensor, flat: Tensor, announced: Tensor | None) -> Tensor:
@@ -166,7 +152,7 @@ class LinearCrossEntropy(SplitLinear, nn.Linear):
         return _loss(losses, hidden, self.weight, self.bias, targets, terms, how, self.mode, num_tokens, grad_scale)
 
     def _losses_in_trace(self, rows: Tensor, targets: Tensor, announced: Tensor | None, terms: LossTerms) -> Tensor:
-        mode = "break" if self.ranks is not None else mode_of(self, (self.weight,), None, 0)
+        mode = mode_of(self, (self.weight,), None, 0)
         if mode == "break":
             outside: Tensor = run_outside_graph(LinearCrossEntropy._losses, self, rows, targets, announced, terms)
             return outside
@@ -181,9 +167,6 @@ class LinearCrossEntropy(SplitLinear, nn.Linear):
     def _losses(self, rows: Tensor, targets: Tensor, announced: Tensor | None, terms: LossTerms) -> Tensor:
         fused = self.fuse_wgrad_accumulation and _goes_into_main_grad(self.weight)
         use = self.use(0, (self.weight,), fused, None, computed_by=HeadWgrad)
-        if self.ranks is not None:
-            tensors = rows, self.weight, self.bias, targets
-            return recomputed_losses(*tensors, terms, self.chunk_tokens, use, self.ranks)
         return _losses_by(use, rows, self.weight, self.bias, targets, announced, terms, self.chunk_tokens)
 
     def logits(self, hidden: Tensor) -> Tensor:

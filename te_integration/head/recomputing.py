@@ -15,8 +15,7 @@ from ...ddp.torch_internals import checkpointed_regions, current_backward, watch
 from ...kernels.cross_entropy.chunks import Head, HeadGrads, head_grads, head_losses
 from ...kernels.cross_entropy.reference import LossTerms
 from ..dense.linear import ProductUse, wanted_and_places, weight_grads
-from ..dense.products import Ranks, cast
-from .over_ranks import losses_over_ranks
+from ..dense.products import cast
 
 __all__ = ["HeadWgrad", "HeadWork", "head_of", "recomputed_losses", "refuse_create_graph"]
 
@@ -95,16 +94,13 @@ def recomputed_losses(
     terms: LossTerms,
     chunk_tokens: int,
     use: ProductUse,
-    ranks: Ranks | None = None,
 ) -> Tensor:
     """Loss of each token: [T, K], [V, K], [V], [T] -> [T], fp32 (fp64 for fp64).
 
     Weight and bias are cast to the dtype of ``hidden``. Backward takes any gradient [T], and delivers ``dW`` as ``use``
     says.
-
-    ranks  have the other classes: ``terms.in_part``. The gradient of ``hidden`` is this rank's part of a sum
     """
-    losses: Tensor = _apply_directly(hidden, weight, bias, targets, terms, chunk_tokens, use, ranks)
+    losses: Tensor = _apply_directly(hidden, weight, bias, targets, terms, chunk_tokens, use)
     return losses
 
 
@@ -130,12 +126,8 @@ class _Recomputed(torch.autograd.Function):
         terms: LossTerms,
         chunk_tokens: int,
         use: ProductUse,
-        ranks: Ranks | None,
     ) -> Tensor:
         losses, lse, first_logits = head_losses(head_of(hidden, weight, bias, targets, terms, chunk_tokens))
-        if ranks is not None:
-            losses, lse = losses_over_ranks(lse, lse - losses, ranks)
-            losses.masked_fill_(targets == terms.ignore_index, 0.0)
         ctx.save_for_backward(hidden, weight, bias, targets, lse)
         _keep_first_logits(ctx, first_logits)
         ctx.terms, ctx.chunk_tokens, ctx.use = terms, chunk_tokens, use
@@ -155,7 +147,7 @@ class _Recomputed(torch.autograd.Function):
         (dw,) = weight_grads(ctx, wanted, places, (work,))
         found = work.run()
         db = None if found.bias is None else cast(found.bias, ctx.bias_dtype)
-        return found.hidden, dw, db, None, None, None, None, None
+        return found.hidden, dw, db, None, None, None, None
 
 
 _latest: weakref.ref[Any] | None = None

@@ -82,33 +82,6 @@ def test_against_fp64(run: object, device: str, dtype: torch.dtype, terms: LossT
         torch.testing.assert_close(logits.double(), gradient, rtol=eps, atol=2e-5 * float(grads.abs().max()))
 
 
-@pytest.mark.parametrize("run", [cross_entropy_in_place, cross_entropy_triton])
-@pytest.mark.parametrize(("device", "dtype"), LAUNCHER_DTYPES)
-@pytest.mark.parametrize(
-    "terms", [LossTerms(), LossTerms(ignore_index=-7, logit_softcap=1.7, logit_scale=0.6)], ids=str
-)
-@pytest.mark.parametrize("start", [1, 20])
-def test_classes_in_two_parts(run: object, device: str, dtype: torch.dtype, terms: LossTerms, start: int) -> None:
-    """With the log-sum-exp of all classes the parts' gradients are those of the whole."""
-    assert callable(run)
-    logits, targets, grads = operands(6, 33, dtype, device)
-    targets = torch.where(targets == 3, terms.ignore_index, targets)
-    targets[0], targets[2] = start - 1, start
-    losses, lse, gradient = exact(logits, targets, grads, terms)
-    of_target = torch.zeros_like(lse)
-    for part, first in ((logits[:, :start], 0), (logits[:, start:], start)):
-        own = targets - first
-        own = torch.where((own < 0) | (own >= part.shape[1]), part.shape[1], own)
-        own = torch.where(targets == terms.ignore_index, terms.ignore_index, own)
-        found, own_lse = run(part, own, terms._replace(in_part=True))
-        of_target += own_lse - found
-        run(part, own, terms._replace(in_part=True), lse=lse.float(), grads=grads)
-    counted = targets != terms.ignore_index
-    torch.testing.assert_close((lse - of_target)[counted], losses[counted], rtol=2e-5, atol=4e-5)
-    eps = torch.finfo(dtype).eps
-    torch.testing.assert_close(logits.double(), gradient, rtol=eps, atol=2e-5 * float(grads.abs().max()))
-
-
 def test_a_gradient_for_all_tokens_has_no_memory_of_its_own() -> None:
     logits, targets, _ = operands(4, 33, torch.float32, "cpu")
     one, each = logits.clone(), logits.clone()

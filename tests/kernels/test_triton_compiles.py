@@ -85,7 +85,7 @@ _PRODUCT = {
 _HEAD = {
     "logits": "*bf16/16", "targets": "*i64/16", "grads": None, "lses": "*fp32/16", "losses": "*fp32/16", "V": "i32/16",
     "stride": "i32/16", "stride_grads": "i32", "ignore_index": "i32", "smoothing": None, "z_loss": None, "cap": None,
-    "scale": "fp32", "HAS_LSE": False, "IN_PART": False, "BLOCK": 4096,
+    "scale": "fp32", "HAS_LSE": False, "BLOCK": 4096,
 }  # fmt: skip
 _HEAD_TERMS = {"smoothing": "fp32", "z_loss": "fp32", "cap": "fp32"}
 KERNELS = {
@@ -95,7 +95,6 @@ KERNELS = {
     "cross_entropy.triton_kernels._cross_entropy_kernel#both_of_terms": {
         **_HEAD, **_HEAD_TERMS, "grads": "*fp32",
     },
-    "cross_entropy.triton_kernels._cross_entropy_kernel#in_part": {**_HEAD, "IN_PART": True},
     "cross_entropy.triton_kernels._cross_entropy_kernel#grads": {
         **_HEAD, "grads": "*fp32", "losses": None, "HAS_LSE": True,
     },

@@ -33,7 +33,7 @@ class Layout(NamedTuple):
         return hasattr(self.placement, "dim")
 
     def model_slice(self) -> ModelSlice:
-        """What this rank has of the whole. Copies have partial gradients: see ``_Shown``."""
+        """What this rank has of the whole. Copies have partial gradients: see ``_FromLocal``."""
         shape, group = tuple(self.shape), self.mesh.get_group()
         if not self.is_cut:
             return slice_of_copy(shape, group, "partial")
@@ -54,7 +54,7 @@ class Layout(NamedTuple):
         if not local.requires_grad:
             return self.dtensor(local)
         if not torch.compiler.is_compiling():
-            shown: DTensor = _Shown.apply(local, self)
+            shown: DTensor = _FromLocal.apply(local, self, not self.is_cut)
             return shown
         # No function of ours that makes a DTensor is traced. Torch's own divides equal gradients of copies by the
         # number of ranks.
@@ -81,52 +81,34 @@ def waited(local: Tensor) -> Tensor:
     return local if wait is None else wait()
 
 
-class _Shown(torch.autograd.Function):
-    """A DTensor of a local parameter. Its gradient is the local one.
+class _FromLocal(torch.autograd.Function):
+    """A DTensor of a local tensor. Its gradient is the local one: of a partial sum the whole one on each rank.
 
-    Of a copy the gradient is the rank's part of a sum over the ranks, "partial", whatever backward brings: a module
-    that runs on parts of the sequence brings partial sums. One that runs on the whole sequence brings equal gradients
-    on all ranks, and the first rank's counts alone. So no backward communicates, and no placement has to be foreseen.
+    Of a parameter's copy the gradient is the rank's part of a sum over the ranks, "partial", whatever backward brings:
+    a module that runs on parts of the sequence brings partial sums. One that runs on the whole sequence brings equal
+    gradients on all ranks, and the first rank's counts alone. So no backward communicates, and no placement has to be
+    foreseen.
     """
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, layout: Layout) -> DTensor:
+    def forward(ctx: Any, local: Tensor, layout: Layout, is_copy: bool) -> DTensor:
         ctx.set_materialize_grads(False)
-        ctx.layout = layout
+        ctx.layout, ctx.is_copy = layout, is_copy
         return layout.dtensor(local)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, None]:
-        (grad,), layout = grads, ctx.layout
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, None, None]:
+        (grad,), at = grads, ctx.layout.placement
         if grad is None:
-            return None, None
-        if layout.is_cut:
-            return _local_as(grad, layout.placement), None
-        (at,) = grad.placements
-        if at == Partial():
-            return waited(grad.to_local()), None
-        local = _local_as(grad, Replicate())
-        return local if layout.mesh.get_local_rank() == 0 else torch.zeros_like(local), None
-
-
-def _local_as(grad: DTensor, placement: Placement) -> Tensor:
-    if grad.placements != (placement,):
-        grad = grad.redistribute(placements=[placement])
-    return waited(grad.to_local())
-
-
-class _FromLocal(torch.autograd.Function):
-    """See ``from_local``."""
-
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, layout: Layout) -> DTensor:
-        ctx.layout = layout
-        return layout.dtensor(local)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
-        at: Placement = ctx.layout.placement
-        return _local_as(grads[0], Replicate() if at.is_partial() else at), None
+            return None, None, None
+        if ctx.is_copy and grad.placements == (Partial(),):
+            return waited(grad.to_local()), None, None
+        placement = Replicate() if at.is_partial() else at
+        if grad.placements != (placement,):
+            grad = grad.redistribute(placements=[placement])
+        local = waited(grad.to_local())
+        counts = not ctx.is_copy or ctx.layout.mesh.get_local_rank() == 0
+        return local if counts else torch.zeros_like(local), None, None
 
 
 class _ToLocal(torch.autograd.Function):
@@ -156,4 +138,4 @@ def from_local(local: Tensor, mesh: DeviceMesh, placement: Placement, shape: tup
     layout = Layout(mesh, placement, torch.Size(shape), stride)
     if torch.compiler.is_compiling():
         return layout.dtensor(local)
-    return _FromLocal.apply(local, layout)  # type: ignore[no-any-return]
+    return _FromLocal.apply(local, layout, False)  # type: ignore[no-any-return]

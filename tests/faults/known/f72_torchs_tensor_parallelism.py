@@ -36,8 +36,8 @@ FAULTS = [
         changes=[
             Change(
                 ROOM + "layouts",
-                "_Shown.backward",
-                "local if layout.mesh.get_local_rank() == 0 else torch.zeros_like(local)",
+                "_FromLocal.backward",
+                "local if counts else torch.zeros_like(local)",
                 "local",
             )
         ],

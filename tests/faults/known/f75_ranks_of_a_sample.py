@@ -210,9 +210,7 @@ FAULTS = [
         sentence="The logit of a target is taken from this rank's words alone.",
         tests=[OF_PARTS],
         changes=[
-            Change(
-                "maingrad.te_integration.head.over_ranks", "losses_over_ranks", "whole - sums[1]", "whole - of_target"
-            )
+            Change("maingrad.te_integration.head.over_ranks", "cross_entropy_over_ranks", "- sums[1]", "- of_target")
         ],
     ),
     Fault(
@@ -234,10 +232,10 @@ FAULTS = [
         tests=[OF_PARTS],
         changes=[
             Change(
-                "maingrad.kernels.cross_entropy.reference",
-                "_places",
-                "if terms.in_part else None",
-                "if False else None",
+                "maingrad.te_integration.head.over_ranks",
+                "cross_entropy_over_ranks",
+                "masked_fill(elsewhere, 0.0)",
+                "masked_fill(elsewhere, 0.0) + logits[:, 0] * elsewhere",
             )
         ],
     ),

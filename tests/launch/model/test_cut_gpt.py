@@ -60,6 +60,8 @@ def test_losses_and_gradients_are_those_of_one_rank(
         model, part = build(**changes), mesh.get_local_rank("cp")
         model.share_sequences(ContextRanks(mesh["cp"].get_group()))
         cut_gpt(model, mesh["tp"].get_group(), sequence_parallel=sequence_parallel and tp > 1)
+        if tp > 1 and "fused_loss" in changes:
+            model.head.chunk_tokens = 7
         own = [x.chunk(cp, dim=1)[part] for x in (inputs, targets)]
         own_loss = model(*own, positions if within_documents else None)
         own_loss.backward()
@@ -75,6 +77,24 @@ def test_losses_and_gradients_are_those_of_one_rank(
             torch.testing.assert_close(whole_of_slices(total / cp, slice_held), param.grad, rtol=1e-5, atol=1e-7)
 
     simulate(job, tp * cp)
+
+
+def test_a_fused_loss_has_the_logits_of_one_chunk():
+    inputs, targets, _ = tokens()
+
+    def job() -> None:
+        model, rows = build(fused_loss=True), list[int]()
+        cut_gpt(model, dist.group.WORLD)
+        model.head.chunk_tokens = 10
+        model.head.register_forward_hook(lambda head, args, logits: rows.append(len(logits)))
+        loss = model(inputs, targets)
+        in_forward = list(rows)
+        loss.backward()
+        assert max(rows) == 10
+        assert sum(in_forward) == inputs.numel()
+        assert sum(rows) == 2 * inputs.numel(), "backward computes them again"
+
+    simulate(job, 2)
 
 
 @pytest.mark.in_turn

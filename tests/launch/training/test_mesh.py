@@ -99,6 +99,7 @@ def test_ranks_that_share_samples_train_the_same_model(
         {"train": {"recompute": "blocks"}, "model": {"delay_wgrad_layers": 2, "dropout": 0.0}},
         {"model": {"fused_loss": True, "num_kv_heads": 2}, "train": {"recompute": "operators"}},
         {"train": {"cuda_graph": True}},
+        {"train": {"cuda_graph": True}, "model": {"fused_loss": True}},
     ],
 )
 def test_ranks_of_a_sample_with_other_settings(
