@@ -233,6 +233,19 @@ def test_watchers_are_told_of_each_end_step_and_discard(monkeypatch: pytest.Monk
     assert told_by(watcher, model) == [("stepped", optimizer.found_inf), ("discarded", True), ("ended", 1)]
 
 
+def test_modules_are_told_that_they_run_in_one_forward_of_a_wrapper() -> None:
+    """The recipes of ``te_integration`` ask it."""
+    model = sharded()
+    assert iteration_ends.is_in_wrapper(model.layers[0]) and not iteration_ends.is_in_wrapper(Net())
+    numbers: list[int] = []
+    for layer in model.layers:
+        layer.register_forward_hook(lambda *_: numbers.append(iteration_ends.forward_number()))
+    for index in range(2):
+        model(batch(index, 0)).backward()
+    assert len(numbers) == 6
+    assert numbers[0] == numbers[2] < numbers[3] == numbers[5]
+
+
 def test_a_step_that_a_scaler_skips_is_one_of_an_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its gradients are discarded as those of a skipped step, though no step was ever seen."""
     watcher = Watcher()
