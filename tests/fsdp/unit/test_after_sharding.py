@@ -84,6 +84,11 @@ def test_an_interrupted_forward_or_block_leaves_shards() -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
+    def write(model: Any) -> None:
+        with torch.no_grad(), model.unsharded(writeback=True):
+            model.weight.zero_()
+            interrupt()
+
     def on_each_rank() -> None:
         model: Any = fully_shard(nn.Linear(4, 4))
         expected = model(torch.ones(1, 4)).detach()
@@ -91,9 +96,8 @@ def test_an_interrupted_forward_or_block_leaves_shards() -> None:
         with pytest.raises(KeyboardInterrupt):
             model(torch.ones(1, 4))
         assert isinstance(model.weight, ShardedParameter)
-        with pytest.raises(KeyboardInterrupt), torch.no_grad(), model.unsharded(writeback=True):
-            model.weight.zero_()
-            interrupt()
+        with pytest.raises(KeyboardInterrupt):
+            write(model)
         assert isinstance(model.weight, ShardedParameter)
         handle.remove()
         assert torch.equal(model(torch.ones(1, 4)), expected)
