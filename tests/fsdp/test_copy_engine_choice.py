@@ -142,7 +142,29 @@ def test_who_maps_memory(placements: str, options: dict[str, Any], chosen: bool)
         model = sharded(placements, **options)
         model(torch.ones(4, 8))
         assert root_of(model).copy_engines is chosen
-        assert (None not in pools_of(model)) is chosen
+        pools = pools_of(model)
+        assert (None not in pools) is chosen
+        assert all(pool.shared for pool in pools if pool is not None)
+        model(torch.ones(4, 8))
+        assert pools_of(model) == pools, "mapped once"
+
+    simulate(run, 2)
+
+
+@pytest.mark.usefixtures("mapping")
+@pytest.mark.parametrize("alone", [False, True])
+def test_what_a_rank_has_alone_does_not_decide(alone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody gathers it. A shard of the first layer is the one that is large enough for copy engines."""
+    monkeypatch.setattr(copy_engines, "MIN_SHARD_NBYTES", 4096)
+
+    def run() -> None:
+        groups = [dist.new_group([rank]) for rank in (0, 1)]
+        model: Any = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 4), nn.Linear(4, 4))
+        for index in (0, 1):
+            fully_shard(model[index], groups[dist.get_rank()] if alone and index == 0 else None)
+        fully_shard(model)
+        model(torch.ones(2, 64))
+        assert root_of(model).copy_engines is not alone
 
     simulate(run, 2)
 

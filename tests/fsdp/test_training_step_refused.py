@@ -180,6 +180,10 @@ def test_a_step_is_one_iteration() -> None:
     twice = Job(lambda job: job.optimizer.step())
     with pytest.raises(RuntimeError, match=r"optimizer\.step\(\) 2 times"):
         twice.graphed(torch.ones(2, 4))
+    forwards = Job(lambda job: None)
+    step = GraphedTrainingStep(lambda x: forwards.model(x).sum().detach(), forwards.model, forwards.optimizer)
+    with pytest.raises(RuntimeError, match=r"optimizer\.step\(\) 0 times"):
+        step(torch.ones(2, 4))
     left = Job(lambda job: setattr(job.optimizer, "zero_grad", lambda: None))
     with pytest.raises(RuntimeError, match=r"has left \.grad"):
         left.graphed(torch.ones(2, 4))

@@ -9,6 +9,7 @@ from sharded_twin import options_of, ranks_of
 from torch import Tensor, nn
 
 from maingrad.fsdp import fully_shard
+from maingrad.fsdp.module import root_of
 from maingrad.launch import simulate
 
 WIDTH = 4
@@ -84,6 +85,7 @@ def trains(schedule: Schedule) -> None:
 def ends_alone(schedule: Schedule) -> None:
     """No backward is said to be the last: ``end`` of the last part sends all gradients."""
     schedule.run(0, says_final=False)
+    assert any(bucket.is_launched for bucket in root_of(schedule.model).buckets), "and waits for none"
     schedule.check(0)
 
 
@@ -93,6 +95,15 @@ def sums(schedule: Schedule) -> None:
     assert not schedule.parts.is_clear
     schedule.run(1)
     schedule.check(0, 1)
+
+
+def clears(schedule: Schedule) -> None:
+    with schedule.parts.no_sync():
+        schedule.run(0)
+    schedule.model.zero_grad()
+    assert schedule.parts.is_clear
+    schedule.run(1)
+    schedule.check(1)
 
 
 def abandons(schedule: Schedule) -> None:
@@ -110,7 +121,7 @@ def abandons(schedule: Schedule) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("program", [trains, ends_alone, sums, abandons])
-@pytest.mark.sampled(8)
+@pytest.mark.parametrize("program", [trains, ends_alone, sums, clears, abandons])
+@pytest.mark.sampled(10)
 def test_parts_of_a_sharded_model(program: Callable[[Schedule], None], kind: str) -> None:
     simulate(lambda: program(Schedule(kind)), ranks_of(kind))
