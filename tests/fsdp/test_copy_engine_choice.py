@@ -16,7 +16,7 @@ from maingrad.ddp.buckets import copy_engines
 from maingrad.ddp.buckets.buffer import MappedPool
 from maingrad.fsdp import GraphedTrainingStep, fully_shard
 from maingrad.fsdp.iteration import connect
-from maingrad.fsdp.module import root_of
+from maingrad.fsdp.module import root_of, unit_of
 from maingrad.launch import simulate
 
 
@@ -197,6 +197,33 @@ def test_a_graphed_step_gathers_by_kernels(after_a_forward: bool) -> None:
         assert pools_of(model) == {None}
         found = [graphed(torch.full((4, 8), 0.1 * (index + 1) + dist.get_rank())).clone() for index in range(3)]
         assert found == losses
+
+    simulate(run, 2)
+
+
+@pytest.mark.usefixtures("mapping")
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_graphed_step_refuses_copy_engines_that_a_unit_asks_for(index: int) -> None:
+    """The outermost unit, or the one inside. ``fully_shard`` takes ``copy_engine_gather=True`` on CUDA alone."""
+
+    def run() -> None:
+        model = sharded()
+        unit_of([model, model[0]][index]).copy_engine_gather = True
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+        with pytest.raises(ValueError, match="gathers by copy engines take memory that all ranks map"):
+            GraphedTrainingStep(lambda: None, model, optimizer)
+        assert root_of(model).copy_engines
+
+    simulate(run, 2)
+
+
+def test_a_graphed_step_of_a_new_model_has_no_choice_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    everywhere(monkeypatch, _peers=refuse)
+
+    def run() -> None:
+        model = sharded()
+        GraphedTrainingStep(lambda: None, model, torch.optim.AdamW(model.parameters(), lr=0.1, fused=True))
+        assert not root_of(model).copy_engines
 
     simulate(run, 2)
 

@@ -174,6 +174,9 @@ def test_around_a_call() -> None:
     with job.model.record_timeline(), pytest.raises(RuntimeError, match="record eager steps"):
         job.graphed(x)
     assert job.graphed(x).shape == ()
+    assert job.graphed(x).shape == ()
+    with job.model.record_timeline(), pytest.raises(RuntimeError, match="record eager steps"):
+        job.graphed(x)  # a replay
 
 
 def test_a_step_is_one_iteration() -> None:
