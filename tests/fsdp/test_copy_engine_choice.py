@@ -109,10 +109,10 @@ class Pool:
         self.shared = True
 
 
-def sharded(placements: str = "zero3", **options: Any) -> Any:
+def sharded(placements: str = "zero3", /, **options: Any) -> Any:
     model: Any = blocks()
     fully_shard(model[0], placements=placements)
-    return fully_shard(model, placements=placements, **options)
+    return fully_shard(model, **{"placements": placements, **options})
 
 
 def pools_of(model: Any) -> set[Any]:
@@ -135,6 +135,7 @@ def mapping(monkeypatch: pytest.MonkeyPatch) -> None:
         ("zero3", {}, True),
         ("zero3", {"copy_engine_gather": False}, False),  # of the outermost unit; the others have the default
         ("zero2", {}, False),  # the memory of all units would be mapped
+        ("zero3", {"placements": "zero2"}, False),  # of the outermost unit
     ],
 )
 def test_who_maps_memory(placements: str, options: dict[str, Any], chosen: bool) -> None:

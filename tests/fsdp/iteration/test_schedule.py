@@ -433,3 +433,21 @@ def test_units_named_by_the_program_are_gathered_ahead(named: list[int] | None) 
 
     expected = ([0, 1], [2, 3]) if named is None else ([0, *named], [*named, 3])
     assert simulate(on_each_rank, 2) == [expected] * 2
+
+
+def test_units_inside_units_are_gathered_ahead() -> None:
+    """Backward is in the units around, and these are gathered: the next one is inside them."""
+
+    def on_each_rank() -> tuple[list[int], list[int]]:
+        layers: list[Any] = [Notes(8, 8) for _ in range(3)]
+        inside: Any = nn.Sequential(*layers, nn.Linear(8, 8))
+        model: Any = nn.Sequential(inside, nn.Linear(8, 8))
+        for module in (*layers, inside, model):
+            fully_shard(module)
+        for layer in layers:
+            layer.look = lambda: [index for index, unit in enumerate(model.units[2:]) if unit.gathered]
+        for _ in range(2):  # the first one learns the order
+            model(torch.ones(2, 8)).sum().backward()
+        return layers[0].in_forward, layers[2].in_backward
+
+    assert simulate(on_each_rank, 2) == [([0, 1], [1, 2])] * 2

@@ -444,6 +444,16 @@ def test_bf16_grad_after_a_backward_that_failed_behind_the_model() -> None:
     assert torch.equal(model.bias.grad.to_local(), torch.full((4,), 2.0, dtype=torch.bfloat16))
 
 
+class FailsInside(nn.Linear):
+    """Its backward fails in the middle, once."""
+
+    fails = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, self.fails = Fails.apply(x) if self.fails else x, False
+        return super().forward(x)
+
+
 class Branches(nn.Module):
     """Two units, of which a forward runs one."""
 
@@ -455,18 +465,21 @@ class Branches(nn.Module):
         return self.nets[which](x, fails)  # type: ignore[no-any-return]
 
 
-def test_a_failed_backward_whose_end_is_told_late(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_failed_backward_whose_end_is_told_late(inside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """On GPUs an engine's thread may delete the callback behind the error: the next forward may run other units."""
     monkeypatch.delattr(BackwardEnd, "__del__")
 
     def fail() -> None:
         model: Any = Branches()
+        if inside:  # a unit, in which backward fails, inside another one
+            model.nets[0].layers[1] = fully_shard(FailsInside(4, 4))
         for net in model.nets:
             fully_shard(net)
         fully_shard(model)
         before = dict(model.named_parameters())
         with pytest.raises(RuntimeError, match="in the middle"):
-            model(batch(0), 0, fails=True).backward()
+            model(batch(0), 0, fails=not inside).backward()
         model(batch(1), 1).backward()
         for name, param in model.named_parameters():
             assert param is before[name]
