@@ -109,9 +109,9 @@ class Pool:
         self.shared = True
 
 
-def sharded(placements: str = "zero3", /, **options: Any) -> Any:
+def sharded(placements: str = "zero3", /, *, inside: Any = "auto", **options: Any) -> Any:
     model: Any = blocks()
-    fully_shard(model[0], placements=placements)
+    fully_shard(model[0], placements=placements, copy_engine_gather=inside)
     return fully_shard(model, **{"placements": placements, **options})
 
 
@@ -134,6 +134,7 @@ def mapping(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("zero3", {}, True),
         ("zero3", {"copy_engine_gather": False}, False),  # of the outermost unit; the others have the default
+        ("zero3", {"inside": False}, True),  # the outermost unit's choice
         ("zero2", {}, False),  # the memory of all units would be mapped
         ("zero3", {"placements": "zero2"}, False),  # of the outermost unit
     ],

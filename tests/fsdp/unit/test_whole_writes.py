@@ -396,8 +396,7 @@ def test_writes_in_unsharded_come_back_unless_its_block_raises(raises: bool) -> 
     simulate(on_each_rank, 2)
 
 
-@pytest.mark.parametrize("way", ["zero3", "zero2"])
-@pytest.mark.parametrize("size", [None, 1])
+@pytest.mark.parametrize(("way", "size"), [("zero3", None), ("zero2", 1)])
 def test_writes_in_unsharded_are_not_held_against_the_next_forward(way: str, size: int | None) -> None:
     """They are lost, in each bucket, also where whole parameters stay at rest."""
 
