@@ -444,6 +444,19 @@ def test_bf16_grad_after_a_backward_that_failed_behind_the_model() -> None:
     assert torch.equal(model.bias.grad.to_local(), torch.full((4,), 2.0, dtype=torch.bfloat16))
 
 
+def test_bf16_grad_of_a_unit_that_no_backward_reaches_is_zeros() -> None:
+    """``.grad`` is a copy of the sums, in memory that had other contents."""
+    model: Any = Halves().bfloat16()
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    with stale_empty():
+        model(torch.ones(2, 4, dtype=torch.bfloat16), 0).backward()
+    assert model.layers[0].weight.grad.to_local().any()
+    for param in model.layers[1].parameters():
+        assert torch.equal(param.grad.to_local(), torch.zeros_like(param.grad.to_local()))
+
+
 class FailsInside(nn.Linear):
     """Its backward fails in the middle, once."""
 

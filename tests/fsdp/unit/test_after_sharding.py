@@ -207,13 +207,16 @@ def test_a_weight_replaced_between_evaluations_is_not_passed_over() -> None:
             model(torch.ones(2, 5))
 
 
-def test_a_change_after_an_evaluation_is_seen_by_the_first_unit_that_trains() -> None:
+@pytest.mark.parametrize("after", ["an evaluation", "a backward"])
+def test_a_change_is_seen_by_the_first_unit_that_trains(after: str) -> None:
     """Also where the program calls units by themselves, and the change is in another unit."""
     model = Net()
     shard_blocks(model)
     step_of(model)
-    with torch.no_grad():
-        model.blocks[0](torch.ones(2, 7))
+    with torch.set_grad_enabled(after == "a backward"):
+        output = model.blocks[0](torch.ones(2, 7))
+    if after == "a backward":
+        output.sum().backward()
     replace(model)
     with pytest.raises(RuntimeError, match=r"parameter 'blocks.1.linear.weight' was replaced"):
         model.blocks[0](torch.ones(2, 7))
