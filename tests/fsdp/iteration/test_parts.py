@@ -41,7 +41,8 @@ class Schedule:
     """Two layers of one model, each a part: all forwards, then the backwards of the second, then of the first."""
 
     def __init__(self, kind: str) -> None:
-        self.layers = [fully_shard(layer, **options_of(kind)) for layer in make_layers()]
+        # A bucket for the weight, and one for the bias.
+        self.layers = [fully_shard(layer, bucket_size=1, **options_of(kind)) for layer in make_layers()]
         self.model = fully_shard(nn.Sequential(*self.layers), **options_of(kind))
         self.parts = self.model.grad_parts
         self.keys = [nn.Identity(), nn.Identity()]

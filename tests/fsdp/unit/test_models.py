@@ -477,8 +477,10 @@ def test_f_linear_over_a_units_own_parameters_works_in_its_forward() -> None:
 @pytest.mark.parametrize("kind", ["zero1", "zero2"])
 def test_a_rank_of_padding_alone_gathers_with_the_others_after_a_step_by_hand(kind: str) -> None:
     def on_each_rank() -> list[float]:
-        model = nn.Sequential(nn.Linear(1, 1, bias=False))
-        nn.init.ones_(model[0].weight)
+        model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
+        for layer in model:
+            nn.init.ones_(layer.weight)
+            fully_shard(layer, placements=kind)
         fully_shard(model, placements=kind)
         seen = []
         for _ in range(3):
@@ -492,4 +494,4 @@ def test_a_rank_of_padding_alone_gathers_with_the_others_after_a_step_by_hand(ki
             model.zero_grad()
         return seen
 
-    assert simulate(on_each_rank, 2) == [[1.0, 0.75, 0.5]] * 2
+    assert simulate(on_each_rank, 2) == [[1.0, 0.75**2, (0.75 - 0.25 * 0.75) ** 2]] * 2
