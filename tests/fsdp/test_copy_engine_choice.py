@@ -16,7 +16,7 @@ from maingrad.ddp.buckets import copy_engines
 from maingrad.ddp.buckets.buffer import MappedPool
 from maingrad.fsdp import GraphedTrainingStep, fully_shard
 from maingrad.fsdp.iteration import connect
-from maingrad.fsdp.module import root_of
+from maingrad.fsdp.module import root_of, unit_of
 from maingrad.launch import simulate
 
 
@@ -109,10 +109,10 @@ class Pool:
         self.shared = True
 
 
-def sharded(placements: str = "zero3", **options: Any) -> Any:
+def sharded(placements: str = "zero3", /, *, inside: Any = "auto", **options: Any) -> Any:
     model: Any = blocks()
-    fully_shard(model[0], placements=placements)
-    return fully_shard(model, placements=placements, **options)
+    fully_shard(model[0], placements=placements, copy_engine_gather=inside)
+    return fully_shard(model, **{"placements": placements, **options})
 
 
 def pools_of(model: Any) -> set[Any]:
@@ -134,7 +134,9 @@ def mapping(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("zero3", {}, True),
         ("zero3", {"copy_engine_gather": False}, False),  # of the outermost unit; the others have the default
+        ("zero3", {"inside": False}, True),  # the outermost unit's choice
         ("zero2", {}, False),  # the memory of all units would be mapped
+        ("zero3", {"placements": "zero2"}, False),  # of the outermost unit
     ],
 )
 def test_who_maps_memory(placements: str, options: dict[str, Any], chosen: bool) -> None:
@@ -142,7 +144,29 @@ def test_who_maps_memory(placements: str, options: dict[str, Any], chosen: bool)
         model = sharded(placements, **options)
         model(torch.ones(4, 8))
         assert root_of(model).copy_engines is chosen
-        assert (None not in pools_of(model)) is chosen
+        pools = pools_of(model)
+        assert (None not in pools) is chosen
+        assert all(pool.shared for pool in pools if pool is not None)
+        model(torch.ones(4, 8))
+        assert pools_of(model) == pools, "mapped once"
+
+    simulate(run, 2)
+
+
+@pytest.mark.usefixtures("mapping")
+@pytest.mark.parametrize("alone", [False, True])
+def test_what_a_rank_has_alone_does_not_decide(alone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody gathers it. A shard of the first layer is the one that is large enough for copy engines."""
+    monkeypatch.setattr(copy_engines, "MIN_SHARD_NBYTES", 4096)
+
+    def run() -> None:
+        groups = [dist.new_group([rank]) for rank in (0, 1)]
+        model: Any = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 4), nn.Linear(4, 4))
+        for index in (0, 1):
+            fully_shard(model[index], groups[dist.get_rank()] if alone and index == 0 else None)
+        fully_shard(model)
+        model(torch.ones(2, 64))
+        assert root_of(model).copy_engines is not alone
 
     simulate(run, 2)
 
@@ -175,6 +199,33 @@ def test_a_graphed_step_gathers_by_kernels(after_a_forward: bool) -> None:
         assert pools_of(model) == {None}
         found = [graphed(torch.full((4, 8), 0.1 * (index + 1) + dist.get_rank())).clone() for index in range(3)]
         assert found == losses
+
+    simulate(run, 2)
+
+
+@pytest.mark.usefixtures("mapping")
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_graphed_step_refuses_copy_engines_that_a_unit_asks_for(index: int) -> None:
+    """The outermost unit, or the one inside. ``fully_shard`` takes ``copy_engine_gather=True`` on CUDA alone."""
+
+    def run() -> None:
+        model = sharded()
+        unit_of([model, model[0]][index]).copy_engine_gather = True
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+        with pytest.raises(ValueError, match="gathers by copy engines take memory that all ranks map"):
+            GraphedTrainingStep(lambda: None, model, optimizer)
+        assert root_of(model).copy_engines
+
+    simulate(run, 2)
+
+
+def test_a_graphed_step_of_a_new_model_has_no_choice_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    everywhere(monkeypatch, _peers=refuse)
+
+    def run() -> None:
+        model = sharded()
+        GraphedTrainingStep(lambda: None, model, torch.optim.AdamW(model.parameters(), lr=0.1, fused=True))
+        assert not root_of(model).copy_engines
 
     simulate(run, 2)
 

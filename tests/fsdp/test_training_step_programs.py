@@ -136,19 +136,20 @@ def test_groups_that_change(change: Callable[[Any, list[Tensor]], None]) -> None
     check(program)
 
 
-def test_a_parameter_beside_the_model() -> None:
-    """It is replicated, in the same optimizer; hooked, and frozen later."""
+def test_parameters_beside_the_model() -> None:
+    """They are replicated, in the same optimizer; one is hooked, and frozen later."""
 
     def program(graphed: bool) -> dict[str, Any]:
-        model, scale = sharded(), nn.Parameter(torch.ones(()))
-        groups = [{"params": list(model.parameters())}, {"params": [scale], "lr": LR / 4}]
+        model, shift, scale = sharded(), nn.Parameter(torch.zeros(())), nn.Parameter(torch.ones(()))
+        groups = [{"params": list(model.parameters())}, {"params": [shift, scale], "lr": LR / 4}]
         optimizer = torch.optim.AdamW(groups, lr=LR, fused=True)
 
         def train_step(x: Tensor) -> Tensor:
-            loss = (model(x) * scale).square().mean()
+            loss = (model(x) * scale + shift).square().mean()
             loss.backward()
-            if scale.grad is not None:
-                dist.all_reduce(scale.grad)
+            for param in (shift, scale):
+                if param.grad is not None:
+                    dist.all_reduce(param.grad)
             optimizer.step()
             optimizer.zero_grad()
             return loss
@@ -166,7 +167,7 @@ def test_a_parameter_beside_the_model() -> None:
             scale.requires_grad_(True).grad = torch.ones(())
             with pytest.raises(RuntimeError, match="zero_grad"):
                 call(x)
-        return state(model, optimizer, seen=seen, scale=scale.detach().clone())
+        return state(model, optimizer, seen=seen, beside=[shift.detach().clone(), scale.detach().clone()])
 
     check(program)
 

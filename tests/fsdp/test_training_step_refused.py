@@ -174,12 +174,19 @@ def test_around_a_call() -> None:
     with job.model.record_timeline(), pytest.raises(RuntimeError, match="record eager steps"):
         job.graphed(x)
     assert job.graphed(x).shape == ()
+    assert job.graphed(x).shape == ()
+    with job.model.record_timeline(), pytest.raises(RuntimeError, match="record eager steps"):
+        job.graphed(x)  # a replay
 
 
 def test_a_step_is_one_iteration() -> None:
     twice = Job(lambda job: job.optimizer.step())
     with pytest.raises(RuntimeError, match=r"optimizer\.step\(\) 2 times"):
         twice.graphed(torch.ones(2, 4))
+    forwards = Job(lambda job: None)
+    step = GraphedTrainingStep(lambda x: forwards.model(x).sum().detach(), forwards.model, forwards.optimizer)
+    with pytest.raises(RuntimeError, match=r"optimizer\.step\(\) 0 times"):
+        step(torch.ones(2, 4))
     left = Job(lambda job: setattr(job.optimizer, "zero_grad", lambda: None))
     with pytest.raises(RuntimeError, match=r"has left \.grad"):
         left.graphed(torch.ones(2, 4))

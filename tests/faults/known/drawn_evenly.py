@@ -76,10 +76,7 @@ FAULTS = [
     Fault(
         "43h-an-evaluation-counts-as-the-check",
         sentence="After an evaluation, the first unit that trains checks itself alone.",
-        tests=[
-            "tests/fsdp/unit/test_after_sharding.py::"
-            "test_a_change_after_an_evaluation_is_seen_by_the_first_unit_that_trains"
-        ],
+        tests=["tests/fsdp/unit/test_after_sharding.py::test_a_change_is_seen_by_the_first_unit_that_trains"],
         changes=[
             Change(
                 "maingrad.fsdp.iteration.root",

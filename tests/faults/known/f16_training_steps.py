@@ -320,7 +320,7 @@ FAULTS = [
         "16x-a-parameter-beside-the-model-is-not-looked-at",
         sentence="A parameter of the optimizer beside the model is hooked or frozen, and replays know nothing of it.",
         tests=[
-            "tests/fsdp/test_training_step_programs.py::test_a_parameter_beside_the_model",
+            "tests/fsdp/test_training_step_programs.py::test_parameters_beside_the_model",
         ],
         changes=[
             Change(

@@ -171,6 +171,22 @@ def test_a_queue_is_drained_in_the_order_of_buckets() -> None:
     assert [(run.bucket, run.microbatch) for run in queue.log] == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
 
 
+def test_a_queue_is_drained_of_one_unit() -> None:
+    """Its module registers shards by then, and the queue has products for the whole weights."""
+    model: Any = Delaying()
+    for module in (*model.blocks, model):
+        fully_shard(module)
+    queue = WgradQueue()
+    queue.log = []
+    with delayed_wgrad(queue):
+        loss = mean_loss(model(batches_of(0, 1)[0]))
+    loss.backward()
+    queue.drain_module(model.blocks[1])
+    assert [run.bucket for run in queue.log] == [1]
+    queue.drain()
+    assert sorted(run.bucket for run in queue.log) == [0, 1, 2]
+
+
 class Tied(nn.Module):
     """An embedding tied to the head, around layers that are units of their own."""
 

@@ -142,6 +142,11 @@ def test_a_program_that_catches_it_goes_on(kind: str) -> None:
             model.finish_grad_sync()  # nothing is left to be sent
             assert all(param.grad is None for param in model.parameters())
         train(model, 2)
+        with torch.no_grad():
+            model(torch.ones(2, WIDTH))
+            with model.record_timeline() as timeline:
+                model(torch.ones(2, WIDTH))
+        assert not timeline.gathers or kind == "zero3", "what stays whole is gathered anew once"
         return [param.detach().clone() for param in model.parameters()]
 
     for found, expected in zip(simulate(on_each_rank, 2, True), simulate(on_each_rank, 2, False), strict=True):

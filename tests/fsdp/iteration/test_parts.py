@@ -9,6 +9,7 @@ from sharded_twin import options_of, ranks_of
 from torch import Tensor, nn
 
 from maingrad.fsdp import fully_shard
+from maingrad.fsdp.module import root_of
 from maingrad.launch import simulate
 
 WIDTH = 4
@@ -40,7 +41,8 @@ class Schedule:
     """Two layers of one model, each a part: all forwards, then the backwards of the second, then of the first."""
 
     def __init__(self, kind: str) -> None:
-        self.layers = [fully_shard(layer, **options_of(kind)) for layer in make_layers()]
+        # A bucket for the weight, and one for the bias.
+        self.layers = [fully_shard(layer, bucket_size=1, **options_of(kind)) for layer in make_layers()]
         self.model = fully_shard(nn.Sequential(*self.layers), **options_of(kind))
         self.parts = self.model.grad_parts
         self.keys = [nn.Identity(), nn.Identity()]
@@ -84,6 +86,7 @@ def trains(schedule: Schedule) -> None:
 def ends_alone(schedule: Schedule) -> None:
     """No backward is said to be the last: ``end`` of the last part sends all gradients."""
     schedule.run(0, says_final=False)
+    assert any(bucket.is_launched for bucket in root_of(schedule.model).buckets), "and waits for none"
     schedule.check(0)
 
 
@@ -93,6 +96,15 @@ def sums(schedule: Schedule) -> None:
     assert not schedule.parts.is_clear
     schedule.run(1)
     schedule.check(0, 1)
+
+
+def clears(schedule: Schedule) -> None:
+    with schedule.parts.no_sync():
+        schedule.run(0)
+    schedule.model.zero_grad()
+    assert schedule.parts.is_clear
+    schedule.run(1)
+    schedule.check(1)
 
 
 def abandons(schedule: Schedule) -> None:
@@ -110,7 +122,7 @@ def abandons(schedule: Schedule) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("program", [trains, ends_alone, sums, abandons])
-@pytest.mark.sampled(8)
+@pytest.mark.parametrize("program", [trains, ends_alone, sums, clears, abandons])
+@pytest.mark.sampled(10)
 def test_parts_of_a_sharded_model(program: Callable[[Schedule], None], kind: str) -> None:
     simulate(lambda: program(Schedule(kind)), ranks_of(kind))

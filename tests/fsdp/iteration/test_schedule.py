@@ -1,7 +1,7 @@
 """Which collectives an iteration takes, and in which order: read from what simulated ranks launched."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -400,3 +400,54 @@ def test_a_unit_that_a_recompute_calls_twice_is_sent_once(reentrant: bool) -> No
     words = [word for rank, word in schedule if rank == 0]
     words = words[words.index("backward") :]
     assert sum(word.startswith("launch reduce_scatter") for word in words) == 2, words  # the layer's, the rest's
+
+
+class Notes(nn.Linear):
+    """Notes which units are gathered in the middle of its forward and of its backward."""
+
+    look: Callable[[], list[int]]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.in_forward = self.look()
+        x = super().forward(x)
+        x.register_hook(lambda _: setattr(self, "in_backward", self.look()))
+        return x.tanh()
+
+
+@pytest.mark.parametrize("named", [None, [], [2], [1, 2]])
+def test_units_named_by_the_program_are_gathered_ahead(named: list[int] | None) -> None:
+    """By default the next one: the second in the first one's forward, and the third in the fourth one's backward."""
+
+    def on_each_rank() -> tuple[list[int], list[int]]:
+        model: Any = nn.Sequential(*[Notes(8, 8) for _ in range(4)])
+        for layer in model:
+            fully_shard(layer)
+            layer.look = lambda: [index for index, unit in enumerate(model.units[1:]) if unit.gathered]
+        fully_shard(model)
+        if named is not None:
+            model[0].set_modules_to_forward_prefetch([model[index] for index in named])
+            model[3].set_modules_to_backward_prefetch([model[index] for index in named])
+        for _ in range(2):  # the first one learns the order
+            model(torch.ones(2, 8)).sum().backward()
+        return model[0].in_forward, model[3].in_backward
+
+    expected = ([0, 1], [2, 3]) if named is None else ([0, *named], [*named, 3])
+    assert simulate(on_each_rank, 2) == [expected] * 2
+
+
+def test_units_inside_units_are_gathered_ahead() -> None:
+    """Backward is in the units around, and these are gathered: the next one is inside them."""
+
+    def on_each_rank() -> tuple[list[int], list[int]]:
+        layers: list[Any] = [Notes(8, 8) for _ in range(3)]
+        inside: Any = nn.Sequential(*layers, nn.Linear(8, 8))
+        model: Any = nn.Sequential(inside, nn.Linear(8, 8))
+        for module in (*layers, inside, model):
+            fully_shard(module)
+        for layer in layers:
+            layer.look = lambda: [index for index, unit in enumerate(model.units[2:]) if unit.gathered]
+        for _ in range(2):  # the first one learns the order
+            model(torch.ones(2, 8)).sum().backward()
+        return layers[0].in_forward, layers[2].in_backward
+
+    assert simulate(on_each_rank, 2) == [([0, 1], [1, 2])] * 2

@@ -233,6 +233,19 @@ def test_watchers_are_told_of_each_end_step_and_discard(monkeypatch: pytest.Monk
     assert told_by(watcher, model) == [("stepped", optimizer.found_inf), ("discarded", True), ("ended", 1)]
 
 
+def test_modules_are_told_that_they_run_in_one_forward_of_a_wrapper() -> None:
+    """The recipes of ``te_integration`` ask it."""
+    model = sharded()
+    assert iteration_ends.is_in_wrapper(model.layers[0]) and not iteration_ends.is_in_wrapper(Net())
+    numbers: list[int] = []
+    for layer in model.layers:
+        layer.register_forward_hook(lambda *_: numbers.append(iteration_ends.forward_number()))
+    for index in range(2):
+        model(batch(index, 0)).backward()
+    assert len(numbers) == 6
+    assert numbers[0] == numbers[2] < numbers[3] == numbers[5]
+
+
 def test_a_step_that_a_scaler_skips_is_one_of_an_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its gradients are discarded as those of a skipped step, though no step was ever seen."""
     watcher = Watcher()
@@ -431,6 +444,29 @@ def test_bf16_grad_after_a_backward_that_failed_behind_the_model() -> None:
     assert torch.equal(model.bias.grad.to_local(), torch.full((4,), 2.0, dtype=torch.bfloat16))
 
 
+def test_bf16_grad_of_a_unit_that_no_backward_reaches_is_zeros() -> None:
+    """``.grad`` is a copy of the sums, in memory that had other contents."""
+    model: Any = Halves().bfloat16()
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    with stale_empty():
+        model(torch.ones(2, 4, dtype=torch.bfloat16), 0).backward()
+    assert model.layers[0].weight.grad.to_local().any()
+    for param in model.layers[1].parameters():
+        assert torch.equal(param.grad.to_local(), torch.zeros_like(param.grad.to_local()))
+
+
+class FailsInside(nn.Linear):
+    """Its backward fails in the middle, once."""
+
+    fails = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, self.fails = Fails.apply(x) if self.fails else x, False
+        return super().forward(x)
+
+
 class Branches(nn.Module):
     """Two units, of which a forward runs one."""
 
@@ -442,18 +478,21 @@ class Branches(nn.Module):
         return self.nets[which](x, fails)  # type: ignore[no-any-return]
 
 
-def test_a_failed_backward_whose_end_is_told_late(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_failed_backward_whose_end_is_told_late(inside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """On GPUs an engine's thread may delete the callback behind the error: the next forward may run other units."""
     monkeypatch.delattr(BackwardEnd, "__del__")
 
     def fail() -> None:
         model: Any = Branches()
+        if inside:  # a unit, in which backward fails, inside another one
+            model.nets[0].layers[1] = fully_shard(FailsInside(4, 4))
         for net in model.nets:
             fully_shard(net)
         fully_shard(model)
         before = dict(model.named_parameters())
         with pytest.raises(RuntimeError, match="in the middle"):
-            model(batch(0), 0, fails=True).backward()
+            model(batch(0), 0, fails=not inside).backward()
         model(batch(1), 1).backward()
         for name, param in model.named_parameters():
             assert param is before[name]

@@ -308,12 +308,15 @@ def test_save_pretrained_is_refused_where_it_would_write_one_ranks_part() -> Non
         model: Any = Pretrained(4, 6)
         model.inside = fully_shard(nn.Linear(4, 4))
         fully_shard(model)
-        state = model.state_dict()
         with pytest.raises(RuntimeError, match=r"save_pretrained of FSDPPretrained.*within model.unsharded\(\)"):
             model.save_pretrained("folder")
         with model.inside.unsharded(), pytest.raises(RuntimeError, match="whose parameters are sharded"):
             model.save_pretrained("folder")
-        assert model.save_pretrained("folder", state_dict=state) == ("folder", [6, 4])
+        model.unshard()  # and not the module inside
+        with pytest.raises(RuntimeError, match="whose parameters are sharded"):
+            model.save_pretrained("folder")
+        model.reshard()
+        assert model.save_pretrained("folder", state_dict={"weight": torch.ones(3)}) == ("folder", [3])
         with model.unsharded():
             assert model.save_pretrained("folder") == ("folder", [6, 4])
 

@@ -13,6 +13,7 @@ from torch.nn.utils import parametrize
 
 from maingrad.ddp import WORLD_OF_ONE
 from maingrad.fsdp import fully_shard
+from maingrad.fsdp.tensors.parameter import ShardedParameter
 from maingrad.launch import simulate
 
 
@@ -47,6 +48,88 @@ def test_copies_and_pickles() -> None:
             copy.deepcopy(part)
         with pytest.raises(TypeError, match=r"a fully sharded module is not pickled; save its state_dict\(\)"):
             pickle.dumps(part)
+
+
+def test_a_class_is_told_by_its_module_and_its_docstring() -> None:
+    """transformers and others choose by ``type(model).__module__`` how they treat a model."""
+    model = Net()
+    shard_blocks(model)
+    for part, cls in ((model, Net), (model.blocks[0], Block)):
+        assert isinstance(part, cls)
+        assert (type(part).__module__, type(part).__doc__) == (cls.__module__, cls.__doc__)
+        assert type(part).__name__.endswith(cls.__name__)
+    assert type(model.blocks[0]) is type(model.blocks[1]), "one class for all modules of a class"
+
+
+def test_methods_of_modules_keep_their_arguments() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    model[1].weight = model[1].bias  # one parameter, of two names
+    fully_shard(model)
+    assert dict(model.named_parameters(prefix="net")).keys() == {"net.0.weight", "net.0.bias", "net.1.weight"}
+    assert list(model.named_parameters("net", recurse=False)) == []
+    assert len(list(model.named_parameters(remove_duplicate=False))) == 4
+    model.register_buffer("scale", torch.ones(()))
+    count, scale = model[1].num_batches_tracked, model.scale
+    model.to_empty(device="cpu", recurse=False)
+    assert model[1].num_batches_tracked is count, "a module inside, and so not emptied"
+    assert model.scale is not scale
+    units = model.units
+    units.clear()
+    assert len(model.units) == 1
+
+
+def test_an_interrupted_forward_or_block_leaves_shards() -> None:
+    """Ctrl-C in a notebook, which goes on with the model."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    def write(model: Any) -> None:
+        with torch.no_grad(), model.unsharded(writeback=True):
+            model.weight.zero_()
+            interrupt()
+
+    def on_each_rank() -> None:
+        model: Any = fully_shard(nn.Linear(4, 4))
+        expected = model(torch.ones(1, 4)).detach()
+        handle = model.register_forward_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            model(torch.ones(1, 4))
+        assert isinstance(model.weight, ShardedParameter)
+        with pytest.raises(KeyboardInterrupt):
+            write(model)
+        assert isinstance(model.weight, ShardedParameter)
+        handle.remove()
+        assert torch.equal(model(torch.ones(1, 4)), expected)
+
+    simulate(on_each_rank, 2)
+
+
+def test_what_forward_has_left_gathered_is_freed_by_hand() -> None:
+    """Any number of times, and ``unshard()`` counts from there."""
+
+    def on_each_rank() -> None:
+        model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        fully_shard(model[0], reshard_after_forward=False)
+        fully_shard(model)
+        unit = model.units[1]
+        loss = model(torch.ones(2, 4)).sum()
+        assert unit.gathered
+        for _ in range(2):
+            model[0].reshard()
+            assert not unit.gathered
+        model[0].unshard()
+        model[0].unshard()
+        model[0].reshard()
+        assert unit.gathered
+        assert model[0].weight.shape == (4, 4)
+        model[0].reshard()
+        assert not unit.gathered
+        assert isinstance(model[0].weight, ShardedParameter)
+        loss.backward()
+        assert model[0].weight.grad is not None
+
+    simulate(on_each_rank, 2)
 
 
 def replace(model: nn.Module) -> None:
@@ -124,13 +207,16 @@ def test_a_weight_replaced_between_evaluations_is_not_passed_over() -> None:
             model(torch.ones(2, 5))
 
 
-def test_a_change_after_an_evaluation_is_seen_by_the_first_unit_that_trains() -> None:
+@pytest.mark.parametrize("after", ["an evaluation", "a backward"])
+def test_a_change_is_seen_by_the_first_unit_that_trains(after: str) -> None:
     """Also where the program calls units by themselves, and the change is in another unit."""
     model = Net()
     shard_blocks(model)
     step_of(model)
-    with torch.no_grad():
-        model.blocks[0](torch.ones(2, 7))
+    with torch.set_grad_enabled(after == "a backward"):
+        output = model.blocks[0](torch.ones(2, 7))
+    if after == "a backward":
+        output.sum().backward()
     replace(model)
     with pytest.raises(RuntimeError, match=r"parameter 'blocks.1.linear.weight' was replaced"):
         model.blocks[0](torch.ones(2, 7))

@@ -1,5 +1,6 @@
 """Meshes, options and placements that cannot be, and ranks that differ, are refused before anything is sharded."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -251,6 +252,29 @@ def test_options_without_effect() -> None:
         fully_shard(Block(), offload_to_cpu=True)
     with pytest.raises(ValueError, match="copy_engine_gather needs parameters on CUDA"):
         fully_shard(Block(), copy_engine_gather=True)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("mp_policy", "write mixed_precision=maingrad.fsdp.MixedPrecisionPolicy("),
+        ("offload_policy", "write offload_to_cpu=True"),
+        ("shard_placement_fn", "write shard_atoms='row'"),
+        ("process_group", "write mesh=..."),
+        ("device_mesh", "write mesh=..."),
+        ("device_id", "write device=..."),
+        ("auto_wrap_policy", "call fully_shard on each block, then on the model"),
+        ("sharding_strategy", "write placements='zero3'"),
+        ("zero_dp_strategy", "write placements='zero1', 'zero2' or 'zero3'"),
+        ("fsdp_unit_modules", "call fully_shard on each block, then on the model"),
+        ("placement", "it has placements"),
+    ],
+)
+def test_options_of_other_libraries(theirs: str, ours: str) -> None:
+    module = Block()
+    with pytest.raises(TypeError, match=re.escape(f"fully_shard has no argument {theirs!r}: {ours}")):
+        fully_shard(module, **{theirs: None})
+    assert type(module) is Block
 
 
 def test_prefetch_lists_of_plain_modules() -> None:

@@ -234,6 +234,21 @@ def test_a_mesh_beyond_the_outermost_units_is_refused() -> None:
     simulate(on_each_rank, 2)
 
 
+def test_a_mesh_of_some_ranks_beyond_the_outermost_units_is_refused_on_all() -> None:
+    def on_each_rank() -> None:
+        rank = dist.get_rank()
+        torch.manual_seed(0)
+        model = Mixture(plain_experts(0))
+        experts = [dist.new_group(ranks) for ranks in ([0], [1, 2])]
+        everyone = [dist.new_group(ranks) for ranks in ([0, 1], [2])]
+        fully_shard(model.experts, mesh=experts[rank > 0])
+        fully_shard(model, mesh=everyone[rank > 1])
+        with pytest.raises(ValueError, match=rf"ranks \[{1 if rank == 2 else 2}\], which are not among the outermost"):
+            model(torch.ones(3, 5))
+
+    simulate(on_each_rank, 3)
+
+
 def experts_of_an_instance(seed: int) -> Any:
     """A dense layer over two instances of four ranks, each of which has an expert of its own, in two copies."""
     everyone = init_device_mesh("cpu", (2, 4), mesh_dim_names=("outer", "inner"))

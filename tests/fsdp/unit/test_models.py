@@ -448,6 +448,20 @@ def test_casts_of_a_policy_leave_integers_alone_and_parameters_keep_what_the_pro
     assert model.weight.shard.name == "weight"  # ours, under a name that the program has used
 
 
+def test_each_unit_casts_what_it_takes_and_returns_by_its_own_policy() -> None:
+    layers: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    seen: list[torch.dtype] = []
+    for layer in layers:
+        layer.register_forward_hook(lambda _, args, output: seen.extend((args[0].dtype, output.dtype)))
+    low = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float64)
+    fully_shard(layers[0], mixed_precision=low)
+    fully_shard(layers[1], mixed_precision=MixedPrecisionPolicy(param_dtype=torch.float16))
+    fully_shard(layers)
+    assert layers(torch.ones(2, 4)).dtype is torch.float16
+    assert seen == [torch.bfloat16, torch.bfloat16, torch.float16, torch.float16]
+    assert layers[0](torch.ones(2, 4)).dtype is torch.float64
+
+
 def test_f_linear_over_a_units_own_parameters_works_in_its_forward() -> None:
     class Functional(nn.Module):
         def __init__(self) -> None:
@@ -463,8 +477,10 @@ def test_f_linear_over_a_units_own_parameters_works_in_its_forward() -> None:
 @pytest.mark.parametrize("kind", ["zero1", "zero2"])
 def test_a_rank_of_padding_alone_gathers_with_the_others_after_a_step_by_hand(kind: str) -> None:
     def on_each_rank() -> list[float]:
-        model = nn.Sequential(nn.Linear(1, 1, bias=False))
-        nn.init.ones_(model[0].weight)
+        model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
+        for layer in model:
+            nn.init.ones_(layer.weight)
+            fully_shard(layer, placements=kind)
         fully_shard(model, placements=kind)
         seen = []
         for _ in range(3):
@@ -478,4 +494,4 @@ def test_a_rank_of_padding_alone_gathers_with_the_others_after_a_step_by_hand(ki
             model.zero_grad()
         return seen
 
-    assert simulate(on_each_rank, 2) == [[1.0, 0.75, 0.5]] * 2
+    assert simulate(on_each_rank, 2) == [[1.0, 0.75**2, (0.75 - 0.25 * 0.75) ** 2]] * 2

@@ -395,3 +395,26 @@ def test_copy_engines_have_room_for_all_buckets_of_the_units_at_once(
 
     simulate(run, 2)
     assert len(Reserving.made) == 2
+
+
+def test_copy_engines_have_room_for_what_stays_at_rest_and_for_nothing_of_one_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connect, "MappedPool", Reserving)
+    monkeypatch.setattr(connect, "OnStream", lambda stream: nullcontext())
+    monkeypatch.setattr(Reserving, "made", [])
+
+    def run() -> None:
+        groups = [dist.new_group([rank]) for rank in (0, 1)]
+        model: Any = nn.Sequential(*[nn.Linear(512, 512) for _ in range(7)])
+        fully_shard(model[0], groups[dist.get_rank()], "zero2")
+        shard(model, [str(i) for i in range(1, 6)], placements="zero2")
+        connect.map_memory(root_of(model).units, object(), 3)  # type: ignore[arg-type]
+        outermost, alone, *others = ({bucket.whole_params.pool for bucket in unit.buckets} for unit in model.units)
+        assert alone == {None}
+        assert all(pools == outermost for pools in others)
+        (pool,) = outermost
+        assert pool.nbytes == [6 * 2 * 2**20]
+
+    simulate(run, 2)
+    assert len(Reserving.made) == 2

@@ -396,12 +396,16 @@ def test_writes_in_unsharded_come_back_unless_its_block_raises(raises: bool) -> 
     simulate(on_each_rank, 2)
 
 
-def test_writes_in_unsharded_are_not_held_against_the_next_forward() -> None:
+@pytest.mark.parametrize(("way", "size"), [("zero3", None), ("zero2", 1)])
+def test_writes_in_unsharded_are_not_held_against_the_next_forward(way: str, size: int | None) -> None:
+    """They are lost, in each bucket, also where whole parameters stay at rest."""
+
     def on_each_rank() -> None:
-        model = shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), "zero3", ("1",))
+        model = shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), way, ("1",), bucket_size=size)
         expected = model(rows_of(0)).detach()
         with torch.no_grad(), model.unsharded():
             model[1].weight.add_(1.0)
+            model[1].bias.add_(1.0)
         assert torch.equal(model(rows_of(0)), expected)
 
     simulate(on_each_rank, 2)
