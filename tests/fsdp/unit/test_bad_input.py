@@ -237,6 +237,18 @@ def test_a_step_before_the_last_microbatch(placements: str, read: bool) -> None:
     optimizer.step()
 
 
+def test_a_step_before_the_last_microbatch_over_a_model_with_a_frozen_unit() -> None:
+    """Which comes first, and has no gradients to wait for."""
+    model = nn.Sequential(Block(), Block())
+    model[0].requires_grad_(False)
+    shard_blocks(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with model.no_sync():
+        model(torch.ones(2, 7)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"gradients of '1.* are not reduced yet"):
+        optimizer.step()
+
+
 @on_ranks(2)
 def test_optimizers_that_look_across_elements() -> None:
     model = nn.Sequential(nn.Linear(5, 16, bias=False))

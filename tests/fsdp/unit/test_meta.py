@@ -369,6 +369,23 @@ def test_bytes_that_look_unwritten_are_taken(write: Any) -> None:
     assert model.codes[0] == 0xA5
 
 
+@pytest.mark.parametrize(
+    ("dtype", "bits", "mark"),
+    [
+        (torch.int8, torch.int8, -0x5B),
+        (torch.int16, torch.int16, -0x5A5B),
+        (torch.float8_e4m3fn, torch.uint8, 0xFF),
+        (torch.float8_e5m2, torch.uint8, 0xFF),
+    ],
+)
+def test_values_of_two_bytes_at_most_may_look_unwritten(dtype: torch.dtype, bits: torch.dtype, mark: int) -> None:
+    """A table of all int16, and NaN in 8 bits."""
+    model = WithBuffer(torch.empty(4, dtype=dtype, device="meta"))
+    given = torch.tensor([mark, 0, mark, 1], dtype=bits)
+    fully_shard(model, WORLD_OF_ONE, device="cpu", init_fn=lambda module: module.codes.data.view(bits).copy_(given))
+    assert torch.equal(model.codes.view(bits), given)
+
+
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
 def test_complex_buffers_are_written_or_refused(dtype: torch.dtype) -> None:
     model = WithBuffer(torch.empty(4, dtype=dtype, device="meta"))
