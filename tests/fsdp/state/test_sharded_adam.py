@@ -190,6 +190,12 @@ def test_a_checkpoint_of_bf16_and_fp32_shards_has_masters_and_moments(cls: Any, 
         assert expected[mine].keys() == found[theirs].keys()
         assert all(torch.equal(found[theirs][key], value) for key, value in expected[mine].items())
         assert torch.equal(mine.detach(), theirs.detach())
+    plain: Any = fully_shard(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)))
+    stock = cls.optimizer_class(plain.parameters())
+    load_checkpoint(tmp_path / "c", plain, stock)
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(expected[mine].get("master", mine.detach()), theirs.detach())
+        assert torch.equal(expected[mine]["exp_avg"], stock.state[theirs]["exp_avg"])
 
 
 def test_flattened_state_is_refused_where_fp32_shards_come_first() -> None:
