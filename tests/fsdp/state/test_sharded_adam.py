@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from maingrad.ddp import load_checkpoint, save_checkpoint
-from maingrad.fsdp import ShardedAdam, ShardedAdamW, fully_shard, translate_state_dicts
+from maingrad.fsdp import MixedPrecisionPolicy, ShardedAdam, ShardedAdamW, fully_shard, translate_state_dicts
 from maingrad.kernels.optimizer.reference import split_master
 from maingrad.launch import simulate
 
@@ -190,7 +190,9 @@ def test_a_checkpoint_of_bf16_and_fp32_shards_has_masters_and_moments(cls: Any, 
         assert expected[mine].keys() == found[theirs].keys()
         assert all(torch.equal(found[theirs][key], value) for key, value in expected[mine].items())
         assert torch.equal(mine.detach(), theirs.detach())
-    plain: Any = fully_shard(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)))
+    plain: Any = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+    fully_shard(plain[0], mixed_precision=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    fully_shard(plain)
     stock = cls.optimizer_class(plain.parameters())
     load_checkpoint(tmp_path / "c", plain, stock)
     for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
