@@ -91,6 +91,21 @@ def test_a_learning_rate_of_zero_is_no_default(cls: Any) -> None:
     assert cls(make().parameters()).param_groups[0]["lr"] == stock.param_groups[0]["lr"]
 
 
+def test_the_options_of_torchs_class_count() -> None:
+    """Parameters with names, a rate that is a tensor, and no option with its default."""
+    options: dict[str, Any] = {"lr": torch.tensor(0.1), "betas": (0.5, 0.6), "eps": 0.3, "weight_decay": 0.2}
+    model, other = make(torch.float32), make(torch.float32)
+    optimizer = ShardedAdamW(model.named_parameters(), **options, moment_dtype=torch.float32)
+    stock = torch.optim.AdamW(other.named_parameters(), **options, fused=True)
+    for seed in range(3):
+        step(optimizer, seed)
+        step(stock, seed)
+    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(mine.detach(), theirs.detach())
+    names = [name for name, _ in model.named_parameters()]
+    assert optimizer.state_dict()["param_groups"][0]["param_names"] == names
+
+
 def test_groups_that_all_maximize_by_now_go_up() -> None:
     model = make(torch.float32)
     optimizer = ShardedAdamW(model.parameters(), lr=0.1, weight_decay=0.0)

@@ -333,6 +333,11 @@ def test_what_is_no_matrix_or_no_shard_is_refused() -> None:
             make_optimizer(model, param_groups=[{"params": "*", "optimizer": Muon}])
         with pytest.raises(ValueError, match=r"ShardedMuon updates parameters of fully_shard"):
             ShardedMuon([model[0].weight, nn.Parameter(torch.zeros(4, 4))])
+        optimizer = ShardedMuon([model[0].weight], lr=0.1)
+        for refused in (nn.Parameter(torch.zeros(4, 4)), model[0].bias, model[0].weight):
+            with pytest.raises(ValueError, match=r"ShardedMuon updates param|Muon updates matrices|more than one"):
+                optimizer.add_param_group({"params": [refused]})
+            assert len(optimizer.param_groups) == 1, "a refusal leaves nothing"
         half = fully_shard(nn.Sequential(nn.Linear(4, 4, dtype=torch.bfloat16)))
         with pytest.raises(ValueError, match=r"'0.weight' is torch.bfloat16: ShardedMuon updates fp32 shards"):
             ShardedMuon([model[0].weight, half[0].weight])
