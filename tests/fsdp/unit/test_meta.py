@@ -102,6 +102,20 @@ def test_without_a_device() -> None:
         fully_shard(on_meta(lambda: nn.Linear(2, 2)))
 
 
+def test_modules_are_initialised_in_the_order_of_their_construction() -> None:
+    """With one seed they get the values of a model that was never on the meta device."""
+
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(5, 5), nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5)), nn.Linear(5, 5))
+
+    torch.manual_seed(0)
+    plain = build()
+    torch.manual_seed(0)
+    model = fully_shard(on_meta(build), device="cpu")
+    with model.unsharded():
+        assert all(map(torch.equal, model.parameters(), plain.parameters()))
+
+
 def test_tied_parameters_stay_one_and_keep_their_marks() -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
