@@ -264,6 +264,18 @@ def test_optimizers_that_look_across_elements() -> None:
 
 
 @on_ranks(2)
+def test_one_cut_parameter_is_enough_to_refuse_an_optimizer_of_whole_ones() -> None:
+    model: Any = nn.Sequential(nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False))
+    fully_shard(model[0], shard_atoms="whole")
+    fully_shard(model)
+    for weights in ([model[0].weight, model[1].weight], [model[1].weight, model[0].weight]):
+        model(torch.ones(2, 16)).sum().backward()
+        with pytest.raises(RuntimeError, match=r"Muon updates whole parameters"):
+            torch.optim.Muon(weights).step()
+        model.zero_grad()
+
+
+@on_ranks(2)
 def test_a_border_between_two_parameters_cuts_none() -> None:
     model = nn.Sequential(nn.Linear(5, 64, bias=False), nn.Linear(64, 5, bias=False))
     model[0].empty = nn.Parameter(torch.ones(0, 5))  # it lies at the border
