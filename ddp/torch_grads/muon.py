@@ -82,8 +82,16 @@ class Muon(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raises ``ValueError`` for parameters that are no matrices, or that ``split`` does not fit."""
-        super().add_param_group(param_group)
-        group = self.param_groups[-1]
+        count = len(self.param_groups)
+        try:
+            super().add_param_group(param_group)
+            for group in self.param_groups[count:]:
+                self._check_group(group)
+        except ValueError:
+            del self.param_groups[count:]
+            raise
+
+    def _check_group(self, group: Mapping[str, Any]) -> None:
         _check(group)
         for param in group["params"]:
             shape = whole_shape(param)  # all ranks raise alike

@@ -346,7 +346,7 @@ class _ShardedAdam(Optimizer):
         compact, on_host = self._form.is_compact, self._host is not None
         moments = (self._form.moment_dtype or torch.bfloat16) if compact else torch.float32
         dtypes = dict.fromkeys(_MOMENTS, moments)
-        if compact and param.dtype is torch.bfloat16:
+        if param.dtype is torch.bfloat16:  # full state is beside fp32 shards
             dtypes[REMAINDER] = torch.int16
         where: dict[str, Any] = {"device": "cpu", "pin_memory": param.is_cuda} if on_host else {"device": param.device}
         tensors = {_STEP: torch.zeros((), dtype=torch.float32, device=param.device)}

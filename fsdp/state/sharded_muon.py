@@ -200,10 +200,9 @@ class ShardedMuon(Muon):
         self._planned: list[Any] = []
         super().__init__(params, *args, **options)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As ``Muon``'s."""
-        super().add_param_group(param_group)
-        for param in self.param_groups[-1]["params"]:
+    def _check_group(self, group: Mapping[str, Any]) -> None:
+        super()._check_group(group)
+        for param in group["params"]:
             bucket = bucket_of(param)
             if not isinstance(param, ShardedParameter) or bucket is None:
                 raise ValueError("ShardedMuon updates parameters of fully_shard; maingrad.ddp.Muon updates plain ones")

@@ -302,6 +302,16 @@ def test_matrices_that_shards_cut_are_refused(atoms: Any) -> None:
     simulate(on_each_rank, 3)
 
 
+@pytest.mark.parametrize(
+    "group", [{"params": [nn.Parameter(torch.zeros(3))]}, {"params": [nn.Parameter(torch.zeros(4, 4))], "split": 3}]
+)
+def test_a_group_that_is_refused_leaves_nothing(group: Any) -> None:
+    optimizer = Muon([nn.Parameter(torch.zeros(4, 4))])
+    with pytest.raises(ValueError, match=r"Muon updates matrices|split=3 does not cut 4 rows"):
+        optimizer.add_param_group(group)
+    assert len(optimizer.param_groups) == 1
+
+
 @pytest.mark.parametrize("wrapper", ["zero1", "fsdp"])
 def test_a_split_that_does_not_fit_is_refused_on_all_ranks(wrapper: str) -> None:
     """One rank alone has the matrix."""

@@ -146,7 +146,7 @@ FAULTS = [
         tests=[f"{IN_USE}test_muon_refuses_slices_by_name"],
         changes=[
             Change(
-                "maingrad.fsdp.state.sharded_muon", "ShardedMuon.add_param_group", "if param.shard.is_cut:", "if False:"
+                "maingrad.fsdp.state.sharded_muon", "ShardedMuon._check_group", "if param.shard.is_cut:", "if False:"
             )
         ],
     ),

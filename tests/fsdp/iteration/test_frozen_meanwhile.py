@@ -202,6 +202,28 @@ def test_what_was_never_trained_stays_so() -> None:
         model(torch.ones(2, 5))
 
 
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_one_parameter_that_is_frozen_freezes_no_model(name: str) -> None:
+    model = fully_shard(nn.Linear(5, 3))
+    getattr(model, name).requires_grad_(False)
+    with pytest.raises(RuntimeError, match=rf"parameter '{name}' was frozen"):
+        model(torch.ones(2, 5))
+
+
+def test_a_parameter_of_a_trained_unit_that_was_never_trained_stays_so() -> None:
+    model: Any = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 3))
+    model[0].weight.requires_grad_(False)
+    trained = [param for param in fully_shard(model).parameters() if param.requires_grad]
+    model.requires_grad_(False)
+    x = torch.ones(2, 5, requires_grad=True)
+    mean_loss(model(x)).backward()
+    assert x.grad is not None and x.grad.any()
+    for param in trained:
+        param.requires_grad_(True)
+    mean_loss(model(torch.ones(2, 5))).backward()
+    assert model[0].weight.grad is None and all(param.grad is not None for param in trained)
+
+
 class Sometimes(nn.Module):
     """Recomputes only what is trained, as a discriminator does to save memory."""
 

@@ -1,5 +1,7 @@
 """Memory of the sums that ``.grad`` shows: there from an iteration's first round until the next one's forward."""
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -165,3 +167,16 @@ def test_a_gradient_that_was_replaced_is_what_the_next_backward_adds_to(placemen
     for once, found in simulate(on_each_rank, 2):
         assert once.any()
         assert torch.equal(found, once * 1.5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nothing_keeps_gradients_that_were_cleared(dtype: torch.dtype) -> None:
+    model: Any = fully_shard(nn.Linear(4, 4, dtype=dtype))
+    x = torch.ones(2, 4, dtype=dtype)
+    model(x).sum().backward()
+    refs = [weakref.ref(param.grad) for param in model.parameters()]
+    assert all(ref() is not None for ref in refs)
+    model.zero_grad()
+    model(x)
+    gc.collect()
+    assert all(ref() is None for ref in refs)

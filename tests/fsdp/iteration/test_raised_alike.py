@@ -11,7 +11,7 @@ from gloo import run_ranks
 from loops import assert_same
 from torch import Tensor, nn
 
-from maingrad.ddp import save_checkpoint
+from maingrad.ddp import WORLD_OF_ONE, save_checkpoint
 from maingrad.fsdp import fully_shard
 from maingrad.launch import simulate
 
@@ -148,6 +148,44 @@ STATES: dict[str, tuple[Callable[[], str], str, bool]] = {
 def test_state_dicts_that_differ_between_ranks_are_refused_on_all(what: str) -> None:
     case, message, one = STATES[what]
     check(simulate(case, 3), message, one=one)
+
+
+def test_the_last_of_three_ranks_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "OFFENDER", 2)
+    errors = simulate(without_weights, 3)
+    check(errors, "rank 0 has 0.weight (a DTensor of these ranks), where rank 2 has nothing", one=False)
+
+
+def test_a_ranks_own_elements_are_no_state_of_the_whole() -> None:
+    """As a program has them that saves ``param.detach()``."""
+
+    def load() -> str:
+        model, _ = trained()
+        return outcome(model.load_state_dict, {**model.state_dict(), "0.weight": model[0].weight.detach().clone()})
+
+    check(simulate(load, 2), "0.weight: size mismatch, of shape [", one=False)
+
+
+@pytest.mark.parametrize("what", ["no moments", "other groups"])
+def test_ranks_with_experts_of_their_own_compare_what_they_share(what: str) -> None:
+    """State of the experts comes first, over which no other rank is asked."""
+
+    def load() -> str:
+        model: Any = make_net()
+        fully_shard(model[0], mesh=WORLD_OF_ONE)
+        fully_shard(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        given = optimizer.state_dict()
+        if offends() and what == "no moments":
+            del given["state"][2]
+        elif offends():
+            given["param_groups"] = []
+        return outcome(optimizer.load_state_dict, given)
+
+    message = "rank 0 has 'exp_avg' of '1.weight'" if what == "no moments" else "has groups of [] parameters"
+    assert all(message in error for error in simulate(load, 2))
 
 
 @pytest.mark.parametrize("group", [0, 1])

@@ -1,6 +1,8 @@
 """Optimizer state where groups, options or masters change between steps, and the counters of a scalar's state."""
 
 import copy
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +10,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 from maingrad.ddp import load_checkpoint, save_checkpoint
-from maingrad.fsdp import ShardedAdam, ShardedAdamW, fully_shard, translate_state_dicts
+from maingrad.fsdp import MixedPrecisionPolicy, ShardedAdam, ShardedAdamW, fully_shard, translate_state_dicts
+from maingrad.kernels.optimizer.reference import split_master
 from maingrad.launch import simulate
 
 HYPER: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1}
@@ -71,6 +79,33 @@ def test_a_step_calls_its_closure(cls: Any) -> None:
     assert all(map(torch.equal, optimizer.masters().values(), beside.masters().values()))
 
 
+@pytest.mark.parametrize("cls", [ShardedAdam, ShardedAdamW])
+def test_a_learning_rate_of_zero_is_no_default(cls: Any) -> None:
+    """As a warm-up begins with."""
+    model = make()
+    optimizer = cls(model.parameters(), lr=0.0)
+    before = optimizer.masters()
+    step(optimizer, 0)
+    assert all(torch.equal(before[param], master) for param, master in optimizer.masters().items())
+    stock = cls.optimizer_class([nn.Parameter(torch.zeros(1))])
+    assert cls(make().parameters()).param_groups[0]["lr"] == stock.param_groups[0]["lr"]
+
+
+def test_the_options_of_torchs_class_count() -> None:
+    """Parameters with names, a rate that is a tensor, and no option with its default."""
+    options: dict[str, Any] = {"lr": torch.tensor(0.1), "betas": (0.5, 0.6), "eps": 0.3, "weight_decay": 0.2}
+    model, other = make(torch.float32), make(torch.float32)
+    optimizer = ShardedAdamW(model.named_parameters(), **options, moment_dtype=torch.float32)
+    stock = torch.optim.AdamW(other.named_parameters(), **options, fused=True)
+    for seed in range(3):
+        step(optimizer, seed)
+        step(stock, seed)
+    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(mine.detach(), theirs.detach())
+    names = [name for name, _ in model.named_parameters()]
+    assert optimizer.state_dict()["param_groups"][0]["param_names"] == names
+
+
 def test_groups_that_all_maximize_by_now_go_up() -> None:
     model = make(torch.float32)
     optimizer = ShardedAdamW(model.parameters(), lr=0.1, weight_decay=0.0)
@@ -110,6 +145,85 @@ def test_a_write_between_two_loads_that_change_nothing_is_a_master() -> None:
         param.mul_(1.0)
     model.load_state_dict(model.state_dict())
     assert torch.equal(optimizer.masters()[param], param.detach().float().view(-1))
+
+
+def test_a_master_that_a_program_assigns_is_taken() -> None:
+    """Beside the state that is there: the parameter and its remainder follow."""
+    model = make()
+    optimizer = ShardedAdamW(model.parameters(), **HYPER)
+    step(optimizer, 0)
+    param = model[0].weight
+    master = torch.linspace(-1, 1, param.numel())
+    optimizer.state[param]["master"] = master.view(param.shape)
+    assert torch.equal(optimizer.masters()[param], master)
+    assert "master" not in optimizer.state[param]
+    assert torch.equal(param.detach().view(-1), split_master(master)[0])
+
+
+def test_a_write_before_a_replay_is_a_master() -> None:
+    """A graphed step replays the kernel alone: what ``step`` looks up comes before."""
+    model = make()
+    optimizer = ShardedAdamW(model.parameters(), **HYPER)
+    step(optimizer, 0)
+    remainder = optimizer.state[model[0].weight]["remainder"]
+    assert remainder.any()
+    with torch.no_grad():
+        model[0].weight.mul_(0.5)
+    assert optimizer.written_since() == [model[0].weight]
+    optimizer.prepare_replay()
+    assert not remainder.any() and optimizer.state[model[1].weight]["remainder"].any()
+
+
+def test_a_load_lets_go_of_what_it_was_given() -> None:
+    """A state dict is as large as the state."""
+    model = make()
+    optimizer = ShardedAdamW(model.parameters(), **HYPER)
+    step(optimizer, 0)
+    given = optimizer.state_dict()
+    refs = [weakref.ref(value) for state in given["state"].values() for value in state.values()]
+    optimizer.load_state_dict(given)
+    del given
+    gc.collect()
+    assert len(refs) == 16 and not any(ref() is not None for ref in refs)
+
+
+@pytest.mark.parametrize("cls", [ShardedAdam, ShardedAdamW])
+def test_a_checkpoint_of_bf16_and_fp32_shards_has_masters_and_moments(cls: Any, tmp_path: Path) -> None:
+    """Masters of bf16 shards are taken behind the moments of all parameters, which stay."""
+    made = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        model: Any = fully_shard(nn.Sequential(nn.Linear(8, 8, dtype=torch.bfloat16), nn.LayerNorm(8)))
+        optimizer = cls(model.parameters(), **HYPER)
+        step(optimizer, seed)
+        made.append((model, optimizer))
+    (model, optimizer), (other, loaded) = made
+    save_checkpoint(tmp_path / "c", model, optimizer)
+    load_checkpoint(tmp_path / "c", other, loaded)
+    found, expected = loaded.full_state(), optimizer.full_state()
+    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        assert expected[mine].keys() == found[theirs].keys()
+        assert all(torch.equal(found[theirs][key], value) for key, value in expected[mine].items())
+        assert torch.equal(mine.detach(), theirs.detach())
+    plain: Any = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+    fully_shard(plain[0], mixed_precision=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    fully_shard(plain)
+    stock = cls.optimizer_class(plain.parameters())
+    load_checkpoint(tmp_path / "c", plain, stock)
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(expected[mine].get("master", mine.detach()), theirs.detach())
+        assert torch.equal(expected[mine]["exp_avg"], stock.state[theirs]["exp_avg"])
+
+
+def test_flattened_state_is_refused_where_fp32_shards_come_first() -> None:
+    """They have no remainder, by whose name such a state dict is known."""
+    model: Any = fully_shard(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8, dtype=torch.bfloat16)))
+    optimizer = ShardedAdamW(model.parameters(), **HYPER)
+    step(optimizer, 0)
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    given = get_optimizer_state_dict(model, optimizer, options=options)
+    with pytest.raises(ValueError, match="flatten_optimizer_state_dict=True: leave that option out"):
+        set_optimizer_state_dict(model, optimizer, given, options=options)
 
 
 def test_state_of_a_model_that_is_frozen_meanwhile_is_saved(tmp_path: Path) -> None:

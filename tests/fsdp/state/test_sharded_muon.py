@@ -25,7 +25,14 @@ from maingrad.launch import simulate
 
 STEPS = 10
 GROUPS: list[dict[str, Any]] = [
-    {"params": "0.weight", "optimizer": Muon, "lr": 0.03, "split": [16, 32, 16]},
+    {
+        "params": "0.weight",
+        "optimizer": Muon,
+        "lr": 0.03,
+        "split": [16, 32, 16],
+        "weight_decay": 0.5,
+        "nesterov": False,
+    },
     {"params": ["1.linear.weight", "2.experts"], "optimizer": Muon, "lr": 0.05, "adjust_lr_fn": "match_rms_adamw"},
     {"params": "*.bias", "weight_decay": 0.0},
 ]
@@ -244,6 +251,45 @@ def test_a_split_that_changes_between_steps_counts() -> None:
     assert torch.equal(weights_of(is_sharded=True), weights_of(is_sharded=False))
 
 
+def test_a_matrix_without_a_gradient_stays() -> None:
+    """And is updated again when it has one."""
+
+    def weights_of(*, is_sharded: bool) -> list[Tensor]:
+        model: Any = make_net()
+        if is_sharded:
+            fully_shard(model)
+        params = [model[0].weight, model[1].linear.weight]
+        optimizer = (ShardedMuon if is_sharded else Muon)(params, lr=0.1)
+        for step, without in enumerate((None, 0, 1, None)):
+            backward(model, step, 0)
+            if without is not None:
+                params[without].grad = None
+                before = params[without].detach().clone()
+            optimizer.step()
+            assert without is None or torch.equal(params[without].detach(), before)
+            optimizer.zero_grad()
+        return [param.detach() for param in params]
+
+    assert all(map(torch.equal, weights_of(is_sharded=True), weights_of(is_sharded=False)))
+
+
+def test_a_scaler_skips_the_step_of_all_classes() -> None:
+    """None of them, with its groups, knows of a scaler: it unscales gradients itself."""
+    model, optimizer = shard()
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    for bad in (False, True):
+        before = whole(model)
+        loss = model(torch.ones(2, 64)).square().mean() * (float("inf") if bad else 1.0)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        largest = max(float(param.grad.to_local().abs().max()) for param in model.parameters())
+        assert bad or largest < 1.0, "unscaled"
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        assert all(torch.equal(value, before[name]) for name, value in whole(model).items()) == bad
+
+
 def test_several_microbatches_within_rounding() -> None:
     def on_each_rank(is_sharded: bool) -> dict[str, Tensor]:
         if is_sharded:
@@ -282,14 +328,19 @@ def test_groups_have_no_class_among_their_options() -> None:
 
 def test_what_is_no_matrix_or_no_shard_is_refused() -> None:
     def on_each_rank() -> None:
-        model = fully_shard(make_net())
+        model: Any = fully_shard(make_net())
         with pytest.raises(ValueError, match=r"Muon updates matrices"):
             make_optimizer(model, param_groups=[{"params": "*", "optimizer": Muon}])
         with pytest.raises(ValueError, match=r"ShardedMuon updates parameters of fully_shard"):
-            ShardedMuon([nn.Parameter(torch.zeros(4, 4))])
+            ShardedMuon([model[0].weight, nn.Parameter(torch.zeros(4, 4))])
+        optimizer = ShardedMuon([model[0].weight], lr=0.1)
+        for refused in (nn.Parameter(torch.zeros(4, 4)), model[0].bias, model[0].weight):
+            with pytest.raises(ValueError, match=r"ShardedMuon updates param|Muon updates matrices|more than one"):
+                optimizer.add_param_group({"params": [refused]})
+            assert len(optimizer.param_groups) == 1, "a refusal leaves nothing"
         half = fully_shard(nn.Sequential(nn.Linear(4, 4, dtype=torch.bfloat16)))
         with pytest.raises(ValueError, match=r"'0.weight' is torch.bfloat16: ShardedMuon updates fp32 shards"):
-            ShardedMuon([half[0].weight])
+            ShardedMuon([model[0].weight, half[0].weight])
         with pytest.raises(ValueError, match=r"compact.* are for Adam and AdamW over a sharded model, .* has Muon"):
             make_optimizer(model, param_groups=GROUPS, state="compact")
 

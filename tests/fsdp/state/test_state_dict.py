@@ -235,6 +235,19 @@ def test_modules_inside_a_unit_have_state_dicts_too() -> None:
     simulate(state_of_part, 3)
 
 
+def test_a_unit_keeps_the_mesh_that_it_was_given() -> None:
+    """A unit around it was given none."""
+
+    def meshes() -> None:
+        model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        fully_shard(model[0], init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)))
+        state = fully_shard(model).state_dict()
+        assert state["0.weight"].device_mesh.mesh_dim_names == ("dp",)
+        assert state["1.weight"].device_mesh.mesh_dim_names != ("dp",)
+
+    simulate(meshes, 2)
+
+
 def test_the_file_of_another_rank_is_refused_on_all_ranks() -> None:
     """Each rank has saved its DTensors by ``torch.save``, and one loads the file of another rank."""
     saved: dict[int, Any] = {}

@@ -299,6 +299,23 @@ def test_a_slice_is_initialised_by_one_of_its_modules_at_least() -> None:
         assert "'head.weight' of Llama was on the meta device" in text
 
 
+def test_an_ignored_dtensor_of_one_instance_is_said() -> None:
+    """The other instance has other batches."""
+
+    def on_each_rank() -> list[str]:
+        mesh = make_mesh(2, 2)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        whole = distribute_tensor(model[0].weight.detach(), mesh["tp"], [Replicate()])
+        model[0].weight = nn.Parameter(whole)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            fully_shard(model, mesh, "hsdp", ignored_params=[model[0].weight])
+        return [str(each.message) for each in caught if "ignored" in str(each.message)]
+
+    for rank, (text,) in enumerate(simulate(on_each_rank, 4)):
+        assert f"nobody averages its gradient over ranks [{(rank + 2) % 4}]" in text
+
+
 def test_an_ignored_dtensor_that_nobody_averages_is_said() -> None:
     """Its mesh looks as if somebody did. One that is frozen, or over all these ranks, is no trouble."""
 

@@ -429,3 +429,25 @@ def test_a_step_within_a_step_leaves_the_outer_one_local() -> None:
         assert optimizer.sums == [mine] * len(optimizer.sums)
 
     on_each(check, shard_atoms="whole")
+
+
+def test_a_closure_that_a_step_calls_twice_reads_whole_gradients_each_time() -> None:
+    """As optimizers do that look around: the first call ends before the step reads, the second comes after."""
+
+    class Twice(torch.optim.SGD):
+        elementwise = True
+
+        def step(self, closure: Any = None) -> Any:
+            closure()
+            return closure()
+
+    def check(model: Any) -> None:
+        norms: list[float] = []
+
+        def closure() -> None:
+            norms.append(float((model.wide.weight.grad * 1).norm()))
+
+        Twice(model.parameters(), lr=0.1).step(closure)
+        assert norms[0] == norms[1] > float(model.wide.weight.grad.to_local().norm())
+
+    on_each(check)

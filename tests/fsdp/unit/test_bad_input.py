@@ -237,6 +237,18 @@ def test_a_step_before_the_last_microbatch(placements: str, read: bool) -> None:
     optimizer.step()
 
 
+def test_a_step_before_the_last_microbatch_over_a_model_with_a_frozen_unit() -> None:
+    """Which comes first, and has no gradients to wait for."""
+    model = nn.Sequential(Block(), Block())
+    model[0].requires_grad_(False)
+    shard_blocks(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with model.no_sync():
+        model(torch.ones(2, 7)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"gradients of '1.* are not reduced yet"):
+        optimizer.step()
+
+
 @on_ranks(2)
 def test_optimizers_that_look_across_elements() -> None:
     model = nn.Sequential(nn.Linear(5, 16, bias=False))
@@ -252,6 +264,18 @@ def test_optimizers_that_look_across_elements() -> None:
 
 
 @on_ranks(2)
+def test_one_cut_parameter_is_enough_to_refuse_an_optimizer_of_whole_ones() -> None:
+    model: Any = nn.Sequential(nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False))
+    fully_shard(model[0], shard_atoms="whole")
+    fully_shard(model)
+    for weights in ([model[0].weight, model[1].weight], [model[1].weight, model[0].weight]):
+        model(torch.ones(2, 16)).sum().backward()
+        with pytest.raises(RuntimeError, match=r"Muon updates whole parameters"):
+            torch.optim.Muon(weights).step()
+        model.zero_grad()
+
+
+@on_ranks(2)
 def test_a_border_between_two_parameters_cuts_none() -> None:
     model = nn.Sequential(nn.Linear(5, 64, bias=False), nn.Linear(64, 5, bias=False))
     model[0].empty = nn.Parameter(torch.ones(0, 5))  # it lies at the border
@@ -263,13 +287,19 @@ def test_a_border_between_two_parameters_cuts_none() -> None:
 def _change(how: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     if how == "zero":
         optimizer.zero_grad(set_to_none=False)
+    elif how == "replace":
+        for param in model.parameters():
+            if param.shard.name.endswith("linear.weight"):  # behind its bias in the bucket
+                param.grad = param.grad * 1.0
     else:
         for param in model.parameters():
             param.grad.mul_(0.5)
 
 
-@pytest.mark.parametrize("change", ["zero", "scale"])
-@pytest.mark.parametrize("placements", ["zero1", "hsdp"])
+@pytest.mark.parametrize(
+    ("placements", "change"),
+    [("zero1", "zero"), ("zero1", "scale"), ("hsdp", "zero"), ("hsdp", "scale"), ("hsdp", "replace")],
+)
 def test_gradients_changed_in_the_middle_of_an_iteration(placements: str, change: str) -> None:
     def on_each_rank() -> None:
         model = Net()

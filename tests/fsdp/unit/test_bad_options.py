@@ -54,6 +54,23 @@ def a_mesh_of_three_dims() -> None:
     fully_shard(Block(), mesh=mesh["dp"])
 
 
+def test_marks_of_parts_of_gradients_mean_nothing_on_frozen_parameters() -> None:
+    """A trained one is refused: nobody would sum its parts over the other ranks."""
+
+    def on_each_rank() -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["dp"]
+        for freeze in (True, False):
+            block = frozen(Block(), freeze=freeze)
+            block.norm.weight.sequence_parallel = True
+            if freeze:
+                fully_shard(block, mesh=mesh)
+                continue
+            with pytest.raises(ValueError, match=r"parameter 'norm.weight' has sequence_parallel = True"):
+                fully_shard(block, mesh=mesh)
+
+    simulate(on_each_rank, 4)
+
+
 def test_a_mesh_of_three_dims() -> None:
     simulate(a_mesh_of_three_dims, 8)
 

@@ -106,6 +106,18 @@ def test_a_step_before_delayed_gradients_are_computed_is_refused() -> None:
     optimizer.step()
 
 
+@pytest.mark.parametrize("ready", [0, 1])
+def test_a_step_waits_for_each_delayed_gradient_of_a_bucket(ready: int) -> None:
+    model = fully_shard(stack("Linear", delay=True))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mean_loss(model(torch.ones(2, 5))).backward()
+    delaying = [module for module in model.modules() if hasattr(module, "backward_dw")]
+    assert len(delaying) == 2
+    delaying[ready].backward_dw()
+    with pytest.raises(RuntimeError, match=r"wait for delayed weight gradients"):
+        optimizer.step()
+
+
 # ---- Modules that are not ours. ----
 
 

@@ -26,7 +26,7 @@ from sharded_twin import (
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from maingrad.fsdp import fully_shard
+from maingrad.fsdp import MixedPrecisionPolicy, fully_shard
 from maingrad.launch import simulate
 
 
@@ -410,3 +410,22 @@ def test_backward_frees_a_unit_whichever_way_its_input_came() -> None:
     for by_position, by_name, inside in simulate(on_rank, 2):
         assert by_name == inside == by_position
         assert max(by_position) <= 4  # the outermost one, the one that is passed, and two ahead
+
+
+def test_inputs_are_cast_inside_of_containers_too() -> None:
+    """Those that are floating-point."""
+
+    class Looks(nn.Linear):
+        seen: Any = None
+
+        def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+            self.seen = args, kwargs
+            return super().forward(args[0][0])
+
+    x, ids = torch.ones(2, 4), torch.arange(2)
+    model: Any = fully_shard(Looks(4, 4), mixed_precision=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    model((x, [ids, x]), {"mask": x}, 3, state=(x, None))
+    (pair, named, number), options = model.seen
+    cast = [pair[0], pair[1][1], named["mask"], options["state"][0]]
+    assert {each.dtype for each in cast} == {torch.bfloat16} and pair[1][0].dtype is torch.int64
+    assert number == 3 and options["state"][1] is None

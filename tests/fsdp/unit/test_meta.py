@@ -102,6 +102,20 @@ def test_without_a_device() -> None:
         fully_shard(on_meta(lambda: nn.Linear(2, 2)))
 
 
+def test_modules_are_initialised_in_the_order_of_their_construction() -> None:
+    """With one seed they get the values of a model that was never on the meta device."""
+
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(5, 5), nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5)), nn.Linear(5, 5))
+
+    torch.manual_seed(0)
+    plain = build()
+    torch.manual_seed(0)
+    model = fully_shard(on_meta(build), device="cpu")
+    with model.unsharded():
+        assert all(map(torch.equal, model.parameters(), plain.parameters()))
+
+
 def test_tied_parameters_stay_one_and_keep_their_marks() -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
@@ -367,6 +381,23 @@ def test_bytes_that_look_unwritten_are_taken(write: Any) -> None:
     model = WithBuffer(torch.empty(4, dtype=torch.uint8, device="meta"))
     fully_shard(model, WORLD_OF_ONE, device="cpu", init_fn=lambda module: write(module.codes))
     assert model.codes[0] == 0xA5
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bits", "mark"),
+    [
+        (torch.int8, torch.int8, -0x5B),
+        (torch.int16, torch.int16, -0x5A5B),
+        (torch.float8_e4m3fn, torch.uint8, 0xFF),
+        (torch.float8_e5m2, torch.uint8, 0xFF),
+    ],
+)
+def test_values_of_two_bytes_at_most_may_look_unwritten(dtype: torch.dtype, bits: torch.dtype, mark: int) -> None:
+    """A table of all int16, and NaN in 8 bits."""
+    model = WithBuffer(torch.empty(4, dtype=dtype, device="meta"))
+    given = torch.tensor([mark, 0, mark, 1], dtype=bits)
+    fully_shard(model, WORLD_OF_ONE, device="cpu", init_fn=lambda module: module.codes.data.view(bits).copy_(given))
+    assert torch.equal(model.codes.view(bits), given)
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
