@@ -6,6 +6,7 @@ for CUDA graphs: a replay runs none of the program's Python.
 
 import inspect
 import logging
+import math
 import random
 import re
 import weakref
@@ -20,6 +21,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import maingrad
 from maingrad.ddp.collectives.streams import is_capturing
@@ -54,13 +56,15 @@ class Net(nn.Module):
 class Job:
     """A model, its optimizer, and what a program has seen of them."""
 
-    def __init__(self, *, graphed: bool, form: str = "zero1", dropout: bool = False, **options: Any) -> None:
+    def __init__(
+        self, *, graphed: bool, form: str = "zero1", dropout: bool = False, mesh: Any = None, **options: Any
+    ) -> None:
         torch.manual_seed(0)
         random.seed(0)
         np.random.seed(0)
         self.net = Net().train(dropout)
         units = {"units": [self.net.up, self.net.down]} if form == "zero3" else {"units": ()}
-        self.model = maingrad.parallelize(self.net, form, **units)
+        self.model = maingrad.parallelize(self.net, form, mesh=mesh, **units)
         self.optimizer: Any = maingrad.make_optimizer(self.model, torch.optim.AdamW, lr=2**-6, **options)
         self.is_graphed = graphed
         self.draws = torch.Generator().manual_seed(1)
@@ -848,11 +852,12 @@ def test_what_comes_back_has_its_graph_still() -> None:
     assert (step.why_eager, step.num_graphs) == (None, 2)
 
 
-def graphs_of_ranks(form: str, length: Callable[[int, int], int]) -> list[int]:
-    """Number of graphs on each of two ranks whose results are an eager job's; ``length`` is of a call and a rank."""
+def graphs_of_ranks(form: str, length: Callable[[int, int], int], shape: tuple[int, ...] = (2,)) -> list[int]:
+    """Number of graphs on each rank of a mesh whose results are an eager job's; ``length`` is of a call and a rank."""
 
     def program(graphed: bool) -> tuple[list[Any], int]:
-        job = Job(graphed=graphed, form=form)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("outer", "inner")[-len(shape) :])
+        job = Job(graphed=graphed, form=form, mesh=mesh)
         rank = torch.distributed.get_rank()
         job.graphed(job.iterate)
         job.run(length=lambda number: length(number, rank))
@@ -864,7 +869,7 @@ def graphs_of_ranks(form: str, length: Callable[[int, int], int]) -> list[int]:
         assert all(map(same, eager, graphed))
         return num_graphs
 
-    return maingrad.simulate(both, 2)
+    return maingrad.simulate(both, math.prod(shape))
 
 
 @pytest.mark.parametrize("form", ["zero1", "zero3"])
@@ -872,6 +877,13 @@ def graphs_of_ranks(form: str, length: Callable[[int, int], int]) -> list[int]:
 def test_ranks_decide_together(form: str) -> None:
     """One rank has another length: all run eagerly then. An eager iteration has collectives that a replay lacks."""
     assert graphs_of_ranks(form, lambda number, rank: 6 if number == 5 and rank == 0 else 4) == [1, 1]
+
+
+@pytest.mark.in_turn
+@pytest.mark.parametrize("form", ["zero1", "zero3"])
+def test_ranks_of_all_instances_decide_together(form: str) -> None:
+    """What one rank cannot do is heard by those that share neither its shards nor its replicas."""
+    assert graphs_of_ranks(form, lambda number, rank: 6 if number == 5 and rank == 0 else 4, (2, 2)) == [1] * 4
 
 
 @pytest.mark.in_turn
