@@ -327,6 +327,19 @@ def test_more_lengths_than_graphs() -> None:
     assert (step.why_eager, step.num_graphs) == (None, 2)
 
 
+def test_reset_lets_all_graphs_go_and_later_calls_are_captured_anew() -> None:
+    def program(job: Job) -> None:
+        step = job.graphed(job.iterate)
+        job.run()
+        if job.is_graphed:
+            assert step.num_graphs == 1
+            step.reset()
+            assert step.num_graphs == 0
+        job.run()
+
+    assert check(program).num_graphs == 1
+
+
 def test_a_kept_result_keeps_no_graph() -> None:
     job = Job(graphed=True)
     job.graphed(lambda tokens: [job.loss(tokens), job.iterate(tokens)][0].detach())
@@ -466,6 +479,18 @@ def reads_a_value(job: Job) -> None:
             nn.utils.clip_grad_norm_(job.model.parameters(), 0.01)
         job.finish()
         return loss.detach()
+
+    job.graphed(train_step)
+    job.run()
+
+
+def reads_a_value_in_a_helper(job: Job) -> None:
+    def is_high(loss: Tensor) -> bool:
+        return loss.item() > 2.7
+
+    def train_step(tokens: Tensor) -> Tensor:
+        loss = job.iterate(tokens)
+        return loss if is_high(loss) else -loss
 
     job.graphed(train_step)
     job.run()
@@ -619,6 +644,7 @@ STAYS_EAGER = {
     own_generator_draws: "draws from (draws|more)",
     reads_an_iterator: "reads 'batches'",
     reads_a_value: r"test_graphed\.py:\d+ \(if loss\.item\(\) > 2\.7",
+    reads_a_value_in_a_helper: r"test_graphed\.py:\d+ \(return loss\.item",
     reads_a_value_after_the_step: r"test_graphed\.py:\d+ \(return loss if",
     selects_rows: r"test_graphed\.py:\d+ .*reads a value on the host",
     returns_a_number: "returned a float",

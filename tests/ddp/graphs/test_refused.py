@@ -103,8 +103,10 @@ def test_a_capture_that_fails(extra: Callable[[Job], Any], message: str) -> None
     check_goes_on(job)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_a_capture_that_fails_between_backward_and_step(overlap: bool) -> None:
+@pytest.mark.parametrize(
+    ("overlap", "error"), [(False, ArithmeticError), (True, ArithmeticError), (False, KeyboardInterrupt)]
+)
+def test_a_capture_that_fails_between_backward_and_step(overlap: bool, error: type[BaseException]) -> None:
     """Reductions that the capture has launched are over, and the next iteration is as any other."""
 
     def program(fails: bool) -> list[Tensor]:
@@ -112,7 +114,7 @@ def test_a_capture_that_fails_between_backward_and_step(overlap: bool) -> None:
         config = DistributedDataParallelConfig(overlap_grad_reduce=overlap)
         model = DistributedDataParallel(nn.Linear(4, 4), config)
         optimizer = DistributedOptimizer(model, lr=2**-7)
-        failures = [ArithmeticError("of the program")] if fails else []
+        failures = [error("of the program")] if fails else []
 
         def train_step(x: Tensor) -> None:
             model(x).square().mean().backward()
@@ -126,7 +128,7 @@ def test_a_capture_that_fails_between_backward_and_step(overlap: bool) -> None:
         for _ in range(2):
             graphed(x)
         if fails:
-            with pytest.raises(ArithmeticError):
+            with pytest.raises(error):
                 graphed(x)
             assert model.is_clear
         for _ in range(3):
@@ -292,8 +294,11 @@ def test_a_timeline_around_it() -> None:
 def test_reset_captures_anew() -> None:
     job = Job()
     x = warm(job)
+    options = [dict(group) for group in job.optimizer.param_groups]
     job.graphed(x)
     assert job.graphed.num_graphs == 1
+    for before, now in zip(options, job.optimizer.param_groups, strict=True):
+        assert all(now[name] is value or now[name] == value for name, value in before.items())
     job.graphed.reset()
     assert job.graphed.num_graphs == 0
     check_goes_on(job)
