@@ -528,6 +528,24 @@ def test_experts_that_differ_are_told_to_all_instances() -> None:
     assert all("gathered second on rank 2, third on rank 3" in text for text in texts), texts
 
 
+def test_steps_before_an_iteration_that_was_given_up_count() -> None:
+    """Ranks give it up together, and their weights have parted before."""
+
+    def on_each_rank() -> str:
+        steps = StepCheck(make_grid(None), FailureReporter(), torch.device("cpu"), None)
+        steps.start()
+        steps.finish()
+        if dist.get_rank() == 1:
+            steps.record_update()
+        steps.record_given_up()
+        steps.next_iteration()
+        steps.start()
+        return refusal(steps.finish)
+
+    for text in simulate(on_each_rank, 2):
+        assert "different numbers of optimizer steps before iteration 2: 0 on rank 0, 1 on rank 1" in text
+
+
 def test_a_difference_behind_what_is_kept_has_no_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_check, "_LIMIT", 2)
     for text in compared(["fst", "fss"], [[], []]):

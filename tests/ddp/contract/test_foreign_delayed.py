@@ -11,7 +11,7 @@ from torch import nn
 
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig
 from maingrad.fsdp import fully_shard
-from maingrad.te_integration import Linear, WgradQueue, delayed_wgrad
+from maingrad.te_integration import GroupedLinear, Linear, WgradQueue, delayed_wgrad
 
 
 def build(form: str) -> nn.Sequential:
@@ -98,6 +98,10 @@ def test_weights_of_a_foreign_provider_are_not_delayed_by_a_block() -> None:
         layer(torch.ones(1, 4))
     assert len(queue) == 0
     layer(torch.ones(1, 4)).sum().backward()
+    experts = GroupedLinear(2, 4, 4, bias=False, fuse_wgrad_accumulation=True)
+    experts.weight1.main_grad = torch.zeros(4, 4)  # of some experts alone
+    with delayed_wgrad(queue), pytest.raises(RuntimeError, match="over a weight whose main_grad a foreign provider"):
+        experts(torch.ones(2, 4), torch.tensor([1, 1]))
 
 
 @pytest.mark.parametrize("fuse", [False, True])

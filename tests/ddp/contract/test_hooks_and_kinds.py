@@ -173,6 +173,9 @@ def test_a_lazy_provider_of_others_is_asked_in_each_backward() -> None:
         layer(torch.ones(1, 5)).sum().backward()
         assert layer.weight.main_grad is given[-1]
     assert [each.tolist() for each in given] == [[[1] * 5] * 8] * 2
+    layer.weight.get_main_grad = lambda: torch.zeros(5, 8)
+    with pytest.raises(RuntimeError, match=r"main_grad must be .* got shape \(5, 8\)"):
+        layer(torch.ones(1, 5)).sum().backward()
 
 
 def test_a_product_finds_the_shard_that_stands_for_its_weight() -> None:

@@ -205,6 +205,12 @@ def in_the_order_of_the_memory(job: Job) -> None:
     job.seen += [step(torch.randint(VOCAB, (4, 2), generator=job.draws).t()) for _ in range(STEPS)]
 
 
+def results_in_the_order_of_the_memory(job: Job) -> None:
+    job.graphed(lambda tokens: job.iterate(tokens) * torch.ones(3, 2).t())
+    job.run()
+    job.seen += [result.stride() for result in job.seen]
+
+
 def lengths(job: Job) -> None:
     job.graphed(job.iterate)
     for _ in range(3):
@@ -295,6 +301,7 @@ def begun_outside(job: Job) -> None:
         (begun_outside, 1),
         (accumulation_and_schedule, 1),
         (in_the_order_of_the_memory, 1),
+        (results_in_the_order_of_the_memory, 1),
         (lengths, 3),
         (evaluation_and_loads, 1),
         (made_in_the_first_call, 1),
@@ -410,6 +417,21 @@ def counter_in_an_object(job: Job) -> None:
     def train_step(tokens: Tensor) -> Tensor:
         state.inner["steps"] += 1
         return job.iterate(tokens, 1.0 / state.inner["steps"])
+
+    job.graphed(train_step)
+    job.run()
+
+
+def caches_then_counts(job: Job) -> None:
+    """The first calls may fill caches: what stays a reason is the counter."""
+    state = SimpleNamespace(cache=0, count=0)
+
+    def train_step(tokens: Tensor) -> Tensor:
+        if state.cache < 2:
+            state.cache += 1
+        else:
+            state.count += 1
+        return job.iterate(tokens)
 
     job.graphed(train_step)
     job.run()
@@ -636,6 +658,7 @@ STAYS_EAGER = {
     counter_of_the_class: r"changes 'Net\.num_made'",
     counter_in_the_closure: "changes 'number'",
     counter_in_an_object: r"changes 'state\.inner\['steps'\]'",
+    caches_then_counts: r"changes 'state\.count'",
     global_number: "changes 'factor'",
     list_that_grows: "changes 'losses'",
     tensor_that_is_replaced: r"changes 'state\.mean'",

@@ -389,6 +389,8 @@ def test_a_parameter_takes_gradients_of_its_own_elements_alone() -> None:
     assert adopted.shard is mine and adopted.data_ptr() == plain.data_ptr()
     with pytest.raises(RuntimeError, match=r"elements 0 to 6 .* a shard of other elements: elements 6 to 12"):
         adopt_grad(other, mine)
+    with pytest.raises(RuntimeError, match=r"a shard of other elements: elements 0 to 6 of .* \(6, 2\)"):
+        adopt_grad(make_sharded_grad(torch.ones(6), info_of((6, 2), 0, 6)), mine)
     with pytest.raises(RuntimeError, match=r"of shape \(2, 3\), and was given \(3, 2\)"):
         adopt_grad(torch.ones(3, 2), mine)
 
