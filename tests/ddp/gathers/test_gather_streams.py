@@ -1,6 +1,7 @@
 """Which CUDA stream waits for a gather: told by streams that know behind which work they are, without a GPU."""
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ from maingrad.ddp.collectives import streams
 from maingrad.ddp.collectives.failure_report import FailureReporter
 from maingrad.ddp.collectives.in_flight import InFlight
 from maingrad.ddp.collectives.rank_grid import RankGrid
-from maingrad.ddp.collectives.streams import OnStream, current_stream
+from maingrad.ddp.collectives.streams import OnStream, capture_number, capturing, current_stream, is_capturing
 from maingrad.ddp.collectives.timeline import Observer
 from maingrad.ddp.gathers import param_gather
 from maingrad.ddp.gathers.param_gather import ParamGather
@@ -113,6 +114,21 @@ def test_an_object_is_made_once_for_each_stream_of_each_gpu(cuda: Cuda, monkeypa
     assert cuda.num_objects == 1
     monkeypatch.setattr(streams, "current_raw_stream", lambda index: 0)  # each GPU's default stream
     assert [current_stream(gpu) for gpu in GPUS] == list(cuda.current.values())
+
+
+def test_a_backward_on_a_thread_of_autograds_belongs_to_the_capture_of_its_stream(
+    cuda: Cuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with ThreadPoolExecutor(1) as other:
+        with capturing():
+            number = capture_number()
+            assert number
+            assert (other.submit(capture_number).result(), other.submit(is_capturing).result()) == (0, False)
+            cuda.is_captured = True
+            assert (other.submit(capture_number).result(), other.submit(is_capturing).result()) == (number, True)
+        assert capture_number() is None, "somebody else captures"
+        assert not is_capturing()
 
 
 class Launches(Observer):

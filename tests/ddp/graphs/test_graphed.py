@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import maingrad
 from maingrad.ddp.collectives.streams import is_capturing
+from maingrad.ddp.graphs import auto_step
 
 STEPS, WIDTH, VOCAB = 9, 8, 16
 factor = 1.0
@@ -764,6 +765,35 @@ def test_an_error_of_the_function_is_its_own() -> None:
     for _ in range(4):
         step(job.batch())
     assert step.num_graphs == 1
+
+
+def test_an_error_of_the_device_is_raised_and_the_call_does_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The capture has gone well, and its work has failed: to run the function eagerly would train twice."""
+    job = Job(graphed=True)
+    step = job.graphed(job.iterate)
+    for _ in range(2):
+        step(job.batch())
+
+    def finish(variant: Any) -> None:
+        raise RuntimeError("an illegal memory access")
+
+    monkeypatch.setattr(step._graphs, "_finish", finish)
+    with pytest.raises(RuntimeError, match="an illegal memory access"):
+        step(job.batch())
+
+
+@pytest.mark.parametrize(
+    ("backend", "made"), [("nccl", True), ("cuda:nccl", True), ("cpu:gloo,cuda:nccl", False), ("gloo", False)]
+)
+def test_ranks_decide_between_hosts(backend: str, made: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device runs the previous replay meanwhile."""
+    groups: list[Any] = []
+    monkeypatch.setattr(torch.distributed, "get_backend_config", lambda group: backend)
+    monkeypatch.setattr(torch.distributed, "get_process_group_ranks", lambda group: [1, 3])
+    monkeypatch.setattr(auto_step, "new_group_of_members", lambda ranks, **more: groups.append((ranks, more)))
+    group: Any = object()
+    found = auto_step._on_host(group, torch.device("cuda", 0))
+    assert (groups, found) == (([([1, 3], {"backend": "gloo"})], None) if made else ([], group))
 
 
 # ---- What changes between two calls. ----
