@@ -274,3 +274,19 @@ def test_alone_an_error_stays_what_it_is() -> None:
     with pytest.raises(KeyError) as raised:
         run_on_all_ranks(action, make_grid(None).axes, None, "a look")
     assert raised.value is error
+
+
+def test_who_interrupts_a_rank_does_not_raise_an_error_on_the_others() -> None:
+    """``KeyboardInterrupt`` ends the process: nothing may take it for a failed action."""
+
+    def action() -> None:
+        raise KeyboardInterrupt
+
+    def on_each_rank() -> type[BaseException] | None:
+        try:
+            run_on_all_ranks(action, make_grid(None).axes, None, "a look")
+        except BaseException as error:
+            return type(error)
+        return None
+
+    assert simulate(on_each_rank, 2) == [KeyboardInterrupt] * 2

@@ -1,6 +1,8 @@
 """Ranks that take other steps than the others: refused on all ranks, while ranks may differ in all that is right."""
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -526,6 +528,67 @@ def test_experts_that_differ_are_told_to_all_instances() -> None:
     """Two comparisons later: those inside instances and across them are alike."""
     texts = compared(["fs", "fs", "fs", "ft"], [["f"]] * 4, instances=2, experts=True)
     assert all("gathered second on rank 2, third on rank 3" in text for text in texts), texts
+
+
+def test_steps_before_an_iteration_that_was_given_up_count() -> None:
+    """Ranks give it up together, and their weights have parted before."""
+
+    def on_each_rank() -> str:
+        steps = StepCheck(make_grid(None), FailureReporter(), torch.device("cpu"), None)
+        steps.start()
+        steps.finish()
+        if dist.get_rank() == 1:
+            steps.record_update()
+        steps.record_given_up()
+        steps.next_iteration()
+        steps.start()
+        return refusal(steps.finish)
+
+    for text in simulate(on_each_rank, 2):
+        assert "different numbers of optimizer steps before iteration 2: 0 on rank 0, 1 on rank 1" in text
+
+
+class Event:
+    """Of a GPU: what a row holds is known to the host when the host has waited for the event."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+
+    def record(self, stream: Any) -> None:
+        self.log.append("recorded")
+
+    def synchronize(self) -> None:
+        assert self.log == ["recorded"]
+        self.log.append("waited for")
+
+
+def test_on_a_gpu_all_ranks_raise_at_one_place_of_the_next_iteration(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of other instances too, whose own groups have taken the same steps."""
+    empty, events = torch.empty, []
+    monkeypatch.setattr(step_check, "OnStream", nullcontext)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: events.append(Event()) or events[-1])  # type: ignore[func-returns-value]
+    monkeypatch.setattr(Tensor, "pin_memory", Tensor.clone)
+    monkeypatch.setattr(torch, "empty", lambda *size, pin_memory=False, **more: empty(*size, **more))
+
+    def on_each_rank() -> list[str]:
+        stream: Any = SimpleNamespace()
+        steps = StepCheck(make_grid(None, num_instances=2), FailureReporter(), torch.device("cpu"), stream)
+        texts = []
+        for iteration in range(4):
+            if iteration == 1 and dist.get_rank() == 3:
+                steps.record_update()
+            texts.append(refusal(steps.start))
+            steps.finish()
+            steps.next_iteration()
+        steps.read()
+        return texts
+
+    for texts in simulate(on_each_rank, 4):
+        (found,) = [text for text in texts if "0 on ranks 0, 1, 2, 1 on rank 3" in text]
+        assert texts.index(found) == 2
+        assert texts.count("nothing was raised") == 3
+    assert len(events) == 3 * 4
+    assert all(event.log == ["recorded", "waited for"] for event in events)
 
 
 def test_a_difference_behind_what_is_kept_has_no_names(monkeypatch: pytest.MonkeyPatch) -> None:

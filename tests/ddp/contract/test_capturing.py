@@ -180,18 +180,24 @@ OFFSETS = torch.tensor([0, 1, 2], dtype=torch.int32)
 DY, X = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[1.0, 1.0], [2.0, 2.0]])
 
 
-@pytest.mark.parametrize(("fused", "delayed"), [(False, True), (True, False), (True, True)])
+@pytest.mark.parametrize(
+    ("fused", "delayed", "in_order"),
+    [(False, True, False), (True, False, False), (True, True, False), (True, False, True)],
+)
 @pytest.mark.parametrize("wanted", [[True, False], [False, True], [True, True]])
-def test_a_capture_computes_the_gradients_that_are_wanted(wanted: list[bool], fused: bool, delayed: bool) -> None:
-    """Of two experts, of which one may be frozen."""
+def test_a_capture_computes_the_gradients_that_are_wanted(
+    wanted: list[bool], fused: bool, delayed: bool, in_order: bool
+) -> None:
+    """Of two experts, of which one may be frozen. In order, each captured write is the first, and overwrites."""
     model = nn.ParameterList(nn.Parameter(torch.zeros(2, 2)) for _ in range(2))
     weights, queue = list(model), WgradQueue()
     kept = DistributedDataParallel(model) if fused else None
     for weight in weights if fused else ():
         weight.main_grad.fill_(7)
+        weight._maingrad_record.first_write_overwrites = in_order
     options = (weights, ["one", "two"], GroupedWgrad(weights), "layer")
     eager = DelayedTarget(*options, fused=fused, queue=queue) if delayed else WgradTarget(*options)
-    capture = BackwardCapture(FirstWrites(in_order=False), weights)
+    capture = BackwardCapture(FirstWrites(in_order=in_order), weights)
     target = CapturedTarget(eager, weakref.ref(capture))
     assert target.deliver(target.resolve(wanted), (DY, X, OFFSETS), 1) == [None, None]
     assert target.demand(None) is Demand.ACCUMULATE, "of each gradient, whatever autograd is asked for"
@@ -204,7 +210,7 @@ def test_a_capture_computes_the_gradients_that_are_wanted(wanted: list[bool], fu
     parts = [DY[:1].T @ X[:1], DY[1:].T @ X[1:]]
     for weight, part, want in zip(weights, parts, wanted, strict=True):
         if fused:
-            assert torch.equal(weight.main_grad, part + 7 if want else torch.full((2, 2), 7.0))
+            assert torch.equal(weight.main_grad, part + 7 * (not in_order) if want else torch.full((2, 2), 7.0))
         else:
             assert torch.equal(weight.grad, part) if want else weight.grad is None
     if kept is not None:

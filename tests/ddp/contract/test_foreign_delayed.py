@@ -2,6 +2,7 @@
 
 import copy
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +11,10 @@ from loops import has_no_own_grad
 from torch import nn
 
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig
+from maingrad.ddp.contract.module import listen_to_foreign_delays
+from maingrad.ddp.contract.record import GradRecord
 from maingrad.fsdp import fully_shard
-from maingrad.te_integration import Linear, WgradQueue, delayed_wgrad
+from maingrad.te_integration import GroupedLinear, Linear, WgradQueue, delayed_wgrad
 
 
 def build(form: str) -> nn.Sequential:
@@ -98,6 +101,10 @@ def test_weights_of_a_foreign_provider_are_not_delayed_by_a_block() -> None:
         layer(torch.ones(1, 4))
     assert len(queue) == 0
     layer(torch.ones(1, 4)).sum().backward()
+    experts = GroupedLinear(2, 4, 4, bias=False, fuse_wgrad_accumulation=True)
+    experts.weight1.main_grad = torch.zeros(4, 4)  # of some experts alone
+    with delayed_wgrad(queue), pytest.raises(RuntimeError, match="over a weight whose main_grad a foreign provider"):
+        experts(torch.ones(2, 4), torch.tensor([1, 1]))
 
 
 @pytest.mark.parametrize("fuse", [False, True])
@@ -170,6 +177,37 @@ def test_a_weight_that_has_lost_its_mark_is_refused_by_name(provider: str, form:
     refused = r"parameter '[01].weight': .* of ForeignDelayedLinear.weight, .*skip_backward_post_hook = True"
     with pytest.raises(RuntimeError, match=refused + freed):
         model[1].backward_dw()
+
+
+class ForeignGroup:
+    """Keeps what is to be called after its ``backward_dw``."""
+
+    def __init__(self) -> None:
+        self.hooks: list[Any] = []
+
+    def register_wgrad_accumulation_and_reduce_hooks(self, hook: Any) -> None:
+        self.hooks.append(hook)
+
+
+@pytest.mark.parametrize(
+    ("local", "shape", "watched"),
+    [
+        ("weight", (2, 2), True),
+        ("weight0", (2, 2), True),
+        ("fc1_weight", (2, 2), True),
+        ("layer_norm_weight", (2,), False),
+        ("bias0", (2,), False),
+        ("table", (2, 2), False),
+    ],
+)
+def test_weights_without_a_mark_are_watched_whatever_their_names(
+    local: str, shape: tuple[int, ...], watched: bool
+) -> None:
+    """Those of groups and of several layers in one; norms, biases and tables are not delayed."""
+    module, param = ForeignGroup(), nn.Parameter(torch.zeros(shape))
+    record = GradRecord(local, torch.zeros(shape), first_write_overwrites=False, shared=False)
+    listen_to_foreign_delays(param, record, [(nn.Linear(2, 2), local), (module, local)])
+    assert len(module.hooks) == watched
 
 
 @pytest.mark.parametrize("form", DELAYED_FORMS)

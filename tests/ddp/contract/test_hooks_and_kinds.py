@@ -14,7 +14,7 @@ from maingrad.ddp.contract.grouped_wgrad import GroupedWgrad
 from maingrad.ddp.contract.main_grad import WgradTarget, forget_failed_backward, is_fusable, open_for_write
 from maingrad.ddp.contract.module import forms_of, has_shard, is_sharded, record_shard
 from maingrad.ddp.contract.record import check_accumulator
-from maingrad.ddp.contract.torch_wrappers import TorchShardedTarget
+from maingrad.ddp.contract.torch_wrappers import TorchShardedTarget, TorchShards
 from maingrad.launch import simulate
 from maingrad.te_integration import GroupedLinear, Linear, WgradQueue
 
@@ -173,6 +173,9 @@ def test_a_lazy_provider_of_others_is_asked_in_each_backward() -> None:
         layer(torch.ones(1, 5)).sum().backward()
         assert layer.weight.main_grad is given[-1]
     assert [each.tolist() for each in given] == [[[1] * 5] * 8] * 2
+    layer.weight.get_main_grad = lambda: torch.zeros(5, 8)
+    with pytest.raises(RuntimeError, match=r"main_grad must be .* got shape \(5, 8\)"):
+        layer(torch.ones(1, 5)).sum().backward()
 
 
 def test_a_product_finds_the_shard_that_stands_for_its_weight() -> None:
@@ -198,6 +201,40 @@ def test_among_weights_of_torchs_fully_shard_others_have_their_own_place() -> No
     (place,) = target.resolve([True])
     assert place is not None
     assert place.accumulator is ddp.records[0].view
+
+
+class Subclass(Tensor):
+    """As a DTensor: no kernel of ours writes it."""
+
+
+class GatheredByTorch:
+    """FSDP2's record of a weight, with what it sums outside of ``.grad``."""
+
+    def __init__(self, accumulated: Tensor | None) -> None:
+        self.unsharded_accumulated_grad = accumulated
+
+
+SUMMED: dict[str, tuple[Tensor, bool]] = {
+    "fp32": (torch.zeros(2, 3), True),
+    "the weight's dtype": (torch.zeros(2, 3, dtype=torch.bfloat16), True),
+    "another dtype": (torch.zeros(2, 3, dtype=torch.float16), False),
+    "rows apart": (torch.zeros(3, 2).t(), False),
+    "a subclass": (torch.zeros(2, 3).as_subclass(Subclass), False),
+}
+
+
+@pytest.mark.parametrize("outside", [False, True])
+@pytest.mark.parametrize("kind", SUMMED)
+def test_what_torchs_fully_shard_sums_is_an_accumulator_where_a_kernel_can_add_to_it(kind: str, outside: bool) -> None:
+    """Outside of ``.grad`` that comes first."""
+    found, fits = SUMMED[kind]
+    weight = nn.Parameter(torch.zeros(2, 3, dtype=torch.bfloat16))
+    weight.grad_dtype = None
+    record = GatheredByTorch(found if outside else None)
+    shards = TorchShards(record)
+    assert shards.accumulator(weight) is (found if outside and fits else None)
+    weight.grad = torch.zeros(2, 3) if outside else found
+    assert shards.accumulator(weight) is (found if fits else None)
 
 
 def test_asking_for_the_gradient_of_a_first_layer_alone() -> None:

@@ -6,6 +6,7 @@ for CUDA graphs: a replay runs none of the program's Python.
 
 import inspect
 import logging
+import math
 import random
 import re
 import weakref
@@ -20,9 +21,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import maingrad
 from maingrad.ddp.collectives.streams import is_capturing
+from maingrad.ddp.graphs import auto_step
 
 STEPS, WIDTH, VOCAB = 9, 8, 16
 factor = 1.0
@@ -54,13 +57,15 @@ class Net(nn.Module):
 class Job:
     """A model, its optimizer, and what a program has seen of them."""
 
-    def __init__(self, *, graphed: bool, form: str = "zero1", dropout: bool = False, **options: Any) -> None:
+    def __init__(
+        self, *, graphed: bool, form: str = "zero1", dropout: bool = False, mesh: Any = None, **options: Any
+    ) -> None:
         torch.manual_seed(0)
         random.seed(0)
         np.random.seed(0)
         self.net = Net().train(dropout)
         units = {"units": [self.net.up, self.net.down]} if form == "zero3" else {"units": ()}
-        self.model = maingrad.parallelize(self.net, form, **units)
+        self.model = maingrad.parallelize(self.net, form, mesh=mesh, **units)
         self.optimizer: Any = maingrad.make_optimizer(self.model, torch.optim.AdamW, lr=2**-6, **options)
         self.is_graphed = graphed
         self.draws = torch.Generator().manual_seed(1)
@@ -201,6 +206,12 @@ def in_the_order_of_the_memory(job: Job) -> None:
     job.seen += [step(torch.randint(VOCAB, (4, 2), generator=job.draws).t()) for _ in range(STEPS)]
 
 
+def results_in_the_order_of_the_memory(job: Job) -> None:
+    job.graphed(lambda tokens: job.iterate(tokens) * torch.ones(3, 2).t())
+    job.run()
+    job.seen += [result.stride() for result in job.seen]
+
+
 def lengths(job: Job) -> None:
     job.graphed(job.iterate)
     for _ in range(3):
@@ -291,6 +302,7 @@ def begun_outside(job: Job) -> None:
         (begun_outside, 1),
         (accumulation_and_schedule, 1),
         (in_the_order_of_the_memory, 1),
+        (results_in_the_order_of_the_memory, 1),
         (lengths, 3),
         (evaluation_and_loads, 1),
         (made_in_the_first_call, 1),
@@ -321,6 +333,19 @@ def test_more_lengths_than_graphs() -> None:
 
     step = check(program)
     assert (step.why_eager, step.num_graphs) == (None, 2)
+
+
+def test_reset_lets_all_graphs_go_and_later_calls_are_captured_anew() -> None:
+    def program(job: Job) -> None:
+        step = job.graphed(job.iterate)
+        job.run()
+        if job.is_graphed:
+            assert step.num_graphs == 1
+            step.reset()
+            assert step.num_graphs == 0
+        job.run()
+
+    assert check(program).num_graphs == 1
 
 
 def test_a_kept_result_keeps_no_graph() -> None:
@@ -398,6 +423,21 @@ def counter_in_an_object(job: Job) -> None:
     job.run()
 
 
+def caches_then_counts(job: Job) -> None:
+    """The first calls may fill caches: what stays a reason is the counter."""
+    state = SimpleNamespace(cache=0, count=0)
+
+    def train_step(tokens: Tensor) -> Tensor:
+        if state.cache < 2:
+            state.cache += 1
+        else:
+            state.count += 1
+        return job.iterate(tokens)
+
+    job.graphed(train_step)
+    job.run()
+
+
 def global_number(job: Job) -> None:
     def train_step(tokens: Tensor) -> Tensor:
         global factor
@@ -462,6 +502,18 @@ def reads_a_value(job: Job) -> None:
             nn.utils.clip_grad_norm_(job.model.parameters(), 0.01)
         job.finish()
         return loss.detach()
+
+    job.graphed(train_step)
+    job.run()
+
+
+def reads_a_value_in_a_helper(job: Job) -> None:
+    def is_high(loss: Tensor) -> bool:
+        return loss.item() > 2.7
+
+    def train_step(tokens: Tensor) -> Tensor:
+        loss = job.iterate(tokens)
+        return loss if is_high(loss) else -loss
 
     job.graphed(train_step)
     job.run()
@@ -607,6 +659,7 @@ STAYS_EAGER = {
     counter_of_the_class: r"changes 'Net\.num_made'",
     counter_in_the_closure: "changes 'number'",
     counter_in_an_object: r"changes 'state\.inner\['steps'\]'",
+    caches_then_counts: r"changes 'state\.count'",
     global_number: "changes 'factor'",
     list_that_grows: "changes 'losses'",
     tensor_that_is_replaced: r"changes 'state\.mean'",
@@ -615,6 +668,7 @@ STAYS_EAGER = {
     own_generator_draws: "draws from (draws|more)",
     reads_an_iterator: "reads 'batches'",
     reads_a_value: r"test_graphed\.py:\d+ \(if loss\.item\(\) > 2\.7",
+    reads_a_value_in_a_helper: r"test_graphed\.py:\d+ \(return loss\.item",
     reads_a_value_after_the_step: r"test_graphed\.py:\d+ \(return loss if",
     selects_rows: r"test_graphed\.py:\d+ .*reads a value on the host",
     returns_a_number: "returned a float",
@@ -711,6 +765,35 @@ def test_an_error_of_the_function_is_its_own() -> None:
     for _ in range(4):
         step(job.batch())
     assert step.num_graphs == 1
+
+
+def test_an_error_of_the_device_is_raised_and_the_call_does_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The capture has gone well, and its work has failed: to run the function eagerly would train twice."""
+    job = Job(graphed=True)
+    step = job.graphed(job.iterate)
+    for _ in range(2):
+        step(job.batch())
+
+    def finish(variant: Any) -> None:
+        raise RuntimeError("an illegal memory access")
+
+    monkeypatch.setattr(step._graphs, "_finish", finish)
+    with pytest.raises(RuntimeError, match="an illegal memory access"):
+        step(job.batch())
+
+
+@pytest.mark.parametrize(
+    ("backend", "made"), [("nccl", True), ("cuda:nccl", True), ("cpu:gloo,cuda:nccl", False), ("gloo", False)]
+)
+def test_ranks_decide_between_hosts(backend: str, made: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device runs the previous replay meanwhile."""
+    groups: list[Any] = []
+    monkeypatch.setattr(torch.distributed, "get_backend_config", lambda group: backend)
+    monkeypatch.setattr(torch.distributed, "get_process_group_ranks", lambda group: [1, 3])
+    monkeypatch.setattr(auto_step, "new_group_of_members", lambda ranks, **more: groups.append((ranks, more)))
+    group: Any = object()
+    found = auto_step._on_host(group, torch.device("cuda", 0))
+    assert (groups, found) == (([([1, 3], {"backend": "gloo"})], None) if made else ([], group))
 
 
 # ---- What changes between two calls. ----
@@ -848,11 +931,12 @@ def test_what_comes_back_has_its_graph_still() -> None:
     assert (step.why_eager, step.num_graphs) == (None, 2)
 
 
-def graphs_of_ranks(form: str, length: Callable[[int, int], int]) -> list[int]:
-    """Number of graphs on each of two ranks whose results are an eager job's; ``length`` is of a call and a rank."""
+def graphs_of_ranks(form: str, length: Callable[[int, int], int], shape: tuple[int, ...] = (2,)) -> list[int]:
+    """Number of graphs on each rank of a mesh whose results are an eager job's; ``length`` is of a call and a rank."""
 
     def program(graphed: bool) -> tuple[list[Any], int]:
-        job = Job(graphed=graphed, form=form)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("outer", "inner")[-len(shape) :])
+        job = Job(graphed=graphed, form=form, mesh=mesh)
         rank = torch.distributed.get_rank()
         job.graphed(job.iterate)
         job.run(length=lambda number: length(number, rank))
@@ -864,7 +948,7 @@ def graphs_of_ranks(form: str, length: Callable[[int, int], int]) -> list[int]:
         assert all(map(same, eager, graphed))
         return num_graphs
 
-    return maingrad.simulate(both, 2)
+    return maingrad.simulate(both, math.prod(shape))
 
 
 @pytest.mark.parametrize("form", ["zero1", "zero3"])
@@ -872,6 +956,13 @@ def graphs_of_ranks(form: str, length: Callable[[int, int], int]) -> list[int]:
 def test_ranks_decide_together(form: str) -> None:
     """One rank has another length: all run eagerly then. An eager iteration has collectives that a replay lacks."""
     assert graphs_of_ranks(form, lambda number, rank: 6 if number == 5 and rank == 0 else 4) == [1, 1]
+
+
+@pytest.mark.in_turn
+@pytest.mark.parametrize("form", ["zero1", "zero3"])
+def test_ranks_of_all_instances_decide_together(form: str) -> None:
+    """What one rank cannot do is heard by those that share neither its shards nor its replicas."""
+    assert graphs_of_ranks(form, lambda number, rank: 6 if number == 5 and rank == 0 else 4, (2, 2)) == [1] * 4
 
 
 @pytest.mark.in_turn

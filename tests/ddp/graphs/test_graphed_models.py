@@ -63,7 +63,10 @@ def test_a_capture_has_the_answers_of_eager_calls_by_sizes() -> None:
     with capturing():
         assert [masks.ask(CAUSAL, asked, None, size) for size in (4, 8)] == [True, False]
         assert masks.ask(CAUSAL, asked, None, 16) == "asked again"
-    assert asked.count == 3
+    asked.answers.append("and again")
+    with capturing():
+        assert masks.ask(CAUSAL, asked, None, 16) == "and again", "no eager call has answered"
+    assert asked.count == 4
 
 
 @pytest.mark.parametrize("answers", [(True, False), (torch.ones(1),)], ids=["two answers", "a packed batch"])
@@ -83,8 +86,9 @@ def test_masks_that_some_batches_do_not_need_are_refused(answer: Any) -> None:
         assert masks.ask(CAUSAL, Asked(), GIVEN) is False, "the graph makes the mask"
         assert masks.ask(PACKED, Asked("asked"), GIVEN) == "asked"
     assert masks.ask(CAUSAL, Asked(answer), GIVEN) is answer
-    with capturing(), pytest.raises(RuntimeError, match="has found some that need no mask"):
-        masks.ask(CAUSAL, Asked(), GIVEN)
+    for name in (CAUSAL, PACKED):
+        with capturing(), pytest.raises(RuntimeError, match="has found some that need no mask"):
+            masks.ask(name, Asked(), GIVEN)
 
 
 def test_an_inner_model_is_asked_for_and_not_the_one_around_it() -> None:
@@ -116,7 +120,7 @@ def test_a_model_that_is_given_positions_makes_none_of_its_own() -> None:
     masks._models, masks._module = [model], functions
     before = functions.find_packed_sequence_indices
     x = torch.ones(2)
-    given: list[tuple[Any, ...]] = [(x,), (x, GIVEN), (x, None, GIVEN)]
+    given: list[tuple[Any, ...]] = [(x,), (x, None, None), (x, GIVEN), (x, None, GIVEN)]
     own = []
     with masks.answered():
         for args in given:
@@ -134,5 +138,5 @@ def test_a_model_that_is_given_positions_makes_none_of_its_own() -> None:
         with masks.answered():
             pass
         assert functions.find_packed_sequence_indices is not before, "until the last has left"
-    assert own == [True, False, False, False, False, False, False]
+    assert own == [True, True, False, False, False, False, False, False]
     assert functions.find_packed_sequence_indices is before

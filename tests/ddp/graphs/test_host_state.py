@@ -414,6 +414,29 @@ def slot_of_a_base(model: nn.Module) -> Any:
     return lambda: held.scale, lambda: setattr(held, "scale", 0.5)
 
 
+class Private:
+    __slots__ = ("_own",)
+    _shared = 1.0
+
+
+@seen
+def private_slot(model: nn.Module) -> Any:
+    held = Private()
+    held._own = 1.0
+    return lambda: held._own, lambda: setattr(held, "_own", 0.5)
+
+
+@seen
+def private_attribute_of_a_class(model: nn.Module) -> Any:
+    return lambda: Private._shared, lambda: setattr(Private, "_shared", Private._shared / 2)
+
+
+@seen
+def attribute_that_goes(model: nn.Module) -> Any:
+    held = types.SimpleNamespace(scale=1.0, more=2.0)
+    return lambda: held.scale * getattr(held, "more", 1.0), lambda: delattr(held, "more")
+
+
 @seen
 def rate_of_a_scheduler(model: nn.Module) -> Any:
     scheduler = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(model.parameters(), lr=0.1), 1)

@@ -1,6 +1,7 @@
 """What ``GraphedTrainingStep`` refuses, by name and before anything is wrong; and that the model goes on after it."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,9 @@ from maingrad.ddp import (
     DistributedOptimizer,
     GraphedTrainingStep,
 )
+from maingrad.ddp.collectives.streams import is_capturing
+from maingrad.ddp.graphs import capture
+from maingrad.ddp.graphs.capture import CapturedGraph, GraphPool
 from maingrad.fsdp import fully_shard
 from maingrad.launch import simulate
 
@@ -103,8 +107,10 @@ def test_a_capture_that_fails(extra: Callable[[Job], Any], message: str) -> None
     check_goes_on(job)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_a_capture_that_fails_between_backward_and_step(overlap: bool) -> None:
+@pytest.mark.parametrize(
+    ("overlap", "error"), [(False, ArithmeticError), (True, ArithmeticError), (False, KeyboardInterrupt)]
+)
+def test_a_capture_that_fails_between_backward_and_step(overlap: bool, error: type[BaseException]) -> None:
     """Reductions that the capture has launched are over, and the next iteration is as any other."""
 
     def program(fails: bool) -> list[Tensor]:
@@ -112,7 +118,7 @@ def test_a_capture_that_fails_between_backward_and_step(overlap: bool) -> None:
         config = DistributedDataParallelConfig(overlap_grad_reduce=overlap)
         model = DistributedDataParallel(nn.Linear(4, 4), config)
         optimizer = DistributedOptimizer(model, lr=2**-7)
-        failures = [ArithmeticError("of the program")] if fails else []
+        failures = [error("of the program")] if fails else []
 
         def train_step(x: Tensor) -> None:
             model(x).square().mean().backward()
@@ -126,7 +132,7 @@ def test_a_capture_that_fails_between_backward_and_step(overlap: bool) -> None:
         for _ in range(2):
             graphed(x)
         if fails:
-            with pytest.raises(ArithmeticError):
+            with pytest.raises(error):
                 graphed(x)
             assert model.is_clear
         for _ in range(3):
@@ -292,8 +298,11 @@ def test_a_timeline_around_it() -> None:
 def test_reset_captures_anew() -> None:
     job = Job()
     x = warm(job)
+    options = [dict(group) for group in job.optimizer.param_groups]
     job.graphed(x)
     assert job.graphed.num_graphs == 1
+    for before, now in zip(options, job.optimizer.param_groups, strict=True):
+        assert all(now[name] is value or now[name] == value for name, value in before.items())
     job.graphed.reset()
     assert job.graphed.num_graphs == 0
     check_goes_on(job)
@@ -310,3 +319,86 @@ def test_another_optimizer_in_the_step() -> None:
 
     with pytest.raises(RuntimeError, match="as a group of param_groups"):
         Job(step_beside).graphed(torch.ones(2, 4))
+
+
+# ---- A capture on a GPU, by a graph of ``torch.cuda`` that only notes what it is asked. ----
+
+
+class CudaGraph:
+    """Notes its calls in ``log``."""
+
+    log: list[str]
+    cannot_end = False
+    """The first one's ``capture_end`` raises, as after an operation that cannot be captured."""
+
+    def __init__(self) -> None:
+        self.is_first = not self.log
+
+    def capture_begin(self, pool: str = "its own", capture_error_mode: str = "global") -> None:
+        self.log.append(f"begin in {pool}, {capture_error_mode}")
+
+    def capture_end(self) -> None:
+        self.log.append("end")
+        if self.cannot_end and self.is_first:
+            raise RuntimeError("capture_end() found the capture broken")
+
+    def replay(self) -> None:
+        self.log.append("replay")
+
+    def reset(self) -> None:
+        self.log.append("reset")
+
+
+@pytest.fixture
+def pool(monkeypatch: pytest.MonkeyPatch) -> GraphPool:
+    log: list[str] = []
+    handles = iter(["pool 0", "pool 1"])
+    monkeypatch.setattr(CudaGraph, "log", log, raising=False)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", CudaGraph)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(handles))
+    for name in ("synchronize", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    monkeypatch.setattr(torch, "zeros", lambda *_, device: log.append(f"work on {device}"))
+    monkeypatch.setattr(capture, "end_allocations", lambda device, handle: log.append(f"nothing more from {handle}"))
+    return GraphPool(torch.device("cuda", 0), object())  # type: ignore[arg-type]
+
+
+def test_on_a_gpu_a_capture_runs_nothing_and_a_replay_runs_it(pool: GraphPool) -> None:
+    graph = CapturedGraph(pool)
+    with graph.capture():
+        assert not graph.is_captured
+        assert is_capturing()
+    assert not graph.ran
+    assert graph.is_captured
+    graph.replay()
+    graph.undo()
+    assert not graph.is_captured
+    assert CudaGraph.log == ["begin in pool 0, thread_local", "end", "replay", "reset"]
+
+
+NOTES = {
+    "operation failed due to a previous error during capture": "neither read a value of the device",
+    "capturing depends on work in the legacy stream": "let go of losses and outputs that were kept without",
+    "sizes do not fit": None,
+}
+
+
+@pytest.mark.parametrize("broken", [False, True])
+@pytest.mark.parametrize("text", NOTES)
+def test_on_a_gpu_the_first_error_of_a_capture_is_told(
+    text: str, broken: bool, pool: GraphPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the capture cannot be ended, later ones have memory of their own, and the generator draws again."""
+    monkeypatch.setattr(CudaGraph, "cannot_end", broken)
+    graph, error = CapturedGraph(pool), RuntimeError(text)
+    with pytest.raises(RuntimeError) as raised, graph.capture():
+        raise error
+    assert raised.value is error
+    note = NOTES[text]
+    assert [note in each for each in getattr(error, "__notes__", [])] == [True] * (note is not None)
+    assert not graph.is_captured
+    assert not is_capturing()
+    recovery = ["nothing more from pool 0", "begin in its own, thread_local", "work on cuda", "end"] if broken else []
+    assert CudaGraph.log == ["begin in pool 0, thread_local", "end", *recovery]
+    assert pool.handle == ("pool 1" if broken else "pool 0")

@@ -5,6 +5,7 @@ import math
 import pickle
 import weakref
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -175,6 +176,9 @@ def test_whole_tensors_beside_a_part() -> None:
         for total in (torch.zeros(60, 5).double(), torch.zeros(5).double()):
             with pytest.raises(RuntimeError, match=r"add_\(\) with a tensor of .*full_tensor"):
                 total.add_(model.module[0].weight.grad)
+        before, model.module[0].weight.grad = model.module[0].weight.detach().clone(), grad * 2
+        DistributedOptimizer(model, lr=1.0, optimizer_class=torch.optim.SGD).step()
+        torch.testing.assert_close(model.module[0].weight.detach(), before - 2 * expected)
 
     for ranks in RANKS:
         reference = plain(ranks)
@@ -389,6 +393,8 @@ def test_a_parameter_takes_gradients_of_its_own_elements_alone() -> None:
     assert adopted.shard is mine and adopted.data_ptr() == plain.data_ptr()
     with pytest.raises(RuntimeError, match=r"elements 0 to 6 .* a shard of other elements: elements 6 to 12"):
         adopt_grad(other, mine)
+    with pytest.raises(RuntimeError, match=r"a shard of other elements: elements 0 to 6 of .* \(6, 2\)"):
+        adopt_grad(make_sharded_grad(torch.ones(6), info_of((6, 2), 0, 6)), mine)
     with pytest.raises(RuntimeError, match=r"of shape \(2, 3\), and was given \(3, 2\)"):
         adopt_grad(torch.ones(3, 2), mine)
 
@@ -438,6 +444,7 @@ def test_what_norms_are_asked_for() -> None:
         lambda: torch.where(grad),
         lambda: grad + shard(flat=True),
         lambda: torch.mul(grad, 2, out=torch.zeros(4, 3)),
+        *(partial(getattr, grad, name) for name in ("T", "H", "mT", "mH")),
     ]
     for read in refused:
         with pytest.raises(RuntimeError, match=r"full_tensor\(\)"):
