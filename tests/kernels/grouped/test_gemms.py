@@ -13,7 +13,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 from triton_devices import LAUNCHER_DEVICES
 
-from maingrad.kernels import grouped_dgrad, grouped_linear, grouped_scale_grad, grouped_wgrad_accumulate
+from maingrad.kernels import (
+    grouped_bias_grad,
+    grouped_dgrad,
+    grouped_linear,
+    grouped_scale_grad,
+    grouped_wgrad_accumulate,
+)
 from maingrad.kernels.grouped.gemm_triton import (
     GEMM_CANDIDATES,
     GemmConfig,
@@ -392,6 +398,9 @@ def test_operands_that_do_not_match_are_named() -> None:
         grouped_linear(x, weights, offsets, bias=torch.ones(2, 6).double())
     with pytest.raises(ValueError, match=r"needs bias_scale \(5,\); got \(4,\)"):
         grouped_linear(x, weights, offsets, bias=torch.ones(2, 6), bias_scale=torch.ones(4))
+    for scale in (torch.ones(4), torch.ones(5, 1)):
+        with pytest.raises(ValueError, match=r"grouped_bias_grad needs scale \(5,\)"):
+            grouped_bias_grad(dy, offsets, scale=scale)
     with pytest.raises(ValueError, match="got a bias_scale and no bias"):
         grouped_linear(x, weights, offsets, bias_scale=torch.ones(5))
     for wrong_dy, wrong_x in ((dy[:4], x), (dy, x[:4]), (dy[None], x), (dy, x[None])):
@@ -404,6 +413,23 @@ def test_operands_that_do_not_match_are_named() -> None:
         with pytest.raises(ValueError, match=r"main_grad of expert [01] must be \(6, 3\) with adjacent columns"):
             grouped_wgrad_accumulate(dy, x, unfit, offsets)
     assert not grads.any() and not wide.any()
+
+
+def test_autocast_rounds_no_operand_of_the_reference() -> None:
+    x, weights, bias = (
+        draw(*shape, dtype=torch.float32, device="cpu", seed=0) for shape in ((5, 3), (2, 6, 3), (2, 6))
+    )
+    offsets, dy = torch.tensor([0, 2, 5]), draw(5, 6, dtype=torch.float32, device="cpu", seed=1)
+
+    def run() -> tuple[Tensor, ...]:
+        grads = torch.zeros(2, 6, 3)
+        grouped_wgrad_accumulate(dy, x, grads, offsets)
+        y, dx = grouped_linear(x, weights, offsets, bias=bias), grouped_dgrad(dy, weights, offsets)
+        return y, dx, grads, grouped_bias_grad(dy, offsets), grouped_scale_grad(dy, bias, offsets)
+
+    expected = run()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert all(map(torch.equal, run(), expected))
 
 
 def test_each_expert_has_an_accumulator_and_a_bit() -> None:

@@ -15,7 +15,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from maingrad.kernels.cross_entropy.chunks import head_losses
+from maingrad.kernels.cross_entropy.reference import LossTerms
 from maingrad.te_integration import LinearCrossEntropy, WgradQueue, delayed_wgrad, linear_cross_entropy
+from maingrad.te_integration.head.recomputing import HeadWork, head_of
 
 K, V = 8, 33
 OPTIONS = [
@@ -394,9 +397,8 @@ def test_names_and_state_are_those_of_a_linear_layer() -> None:
     assert isinstance(head, nn.Linear)
     assert torch.equal(copy.deepcopy(head).weight, linear.weight)
     assert "mode=recompute, chunk_tokens=2048, z_loss=0.5" in repr(head)
-    assert "z_loss=0.5, logit_softcap=2.0, logit_scale=0.25" in repr(
-        LinearCrossEntropy(K, V, z_loss=0.5, logit_softcap=2.0, logit_scale=0.25)
-    )
+    options: Any = {"ignore_index": 0, "label_smoothing": 0.1, "z_loss": 0.5, "logit_softcap": 2.0, "logit_scale": 0.25}
+    assert ", ".join(f"{name}={value}" for name, value in options.items()) in repr(LinearCrossEntropy(K, V, **options))
     made = LinearCrossEntropy(K, V, bias=True, params_dtype=torch.bfloat16, device="meta")
     assert all(param.is_meta and param.dtype is torch.bfloat16 for param in made.parameters())
 
@@ -463,6 +465,23 @@ def test_logits_of_one_chunk_are_not_computed_again() -> None:
     (first, *grads), (second, *again) = found
     assert (first, second) == (11, 12), "a second backward computes all logits"
     assert all(map(torch.equal, grads, again))
+
+
+def test_a_second_pass_computes_the_weight_gradient_alone() -> None:
+    """As where a captured backward has computed the other gradients before it."""
+    hidden, targets = data((15,))
+    weight = torch.randn(V, K, dtype=torch.float64, requires_grad=True)
+    F.cross_entropy(F.linear(hidden, weight), targets, reduction="sum").backward()
+    head = head_of(hidden.detach(), weight.detach(), None, targets, LossTerms(), 4)
+    ones, lse = torch.ones(15, dtype=torch.float64), head_losses(head)[1]
+    work = HeadWork(head, ones, lse, needs_hidden=True, needs_bias=False)
+    main_grad = torch.full_like(weight, torch.nan).detach()
+    found = work.run().hidden
+    torch.testing.assert_close(found, hidden.grad)
+    assert work.run(main_grad, overwrite=True).hidden is found
+    torch.testing.assert_close(main_grad, weight.grad)
+    work.run(main_grad)
+    torch.testing.assert_close(main_grad, 2 * weight.grad)
 
 
 def test_forwards_whose_backwards_come_later_keep_one_chunk() -> None:
