@@ -114,6 +114,21 @@ def test_each_expert_and_the_padding_may_have_a_tile_that_is_not_full(device: st
 
 
 @pytest.mark.parametrize("device", LAUNCHER_DEVICES)
+def test_what_lies_around_operands_takes_no_part(device: str) -> None:
+    """Views of larger tensors, with NaN in other columns and rows."""
+    offsets = offsets_of([3, 2], device)
+    wide = torch.full((2, 11, 21), torch.nan, device=device)
+    weights = wide[:, :9, :10].copy_(draw(2, 9, 10, dtype=torch.float32, device=device, seed=0))
+    for transposed, columns, features in ((True, 10, 9), (False, 9, 10)):
+        x = draw(5, columns, dtype=torch.float32, device=device, seed=1)
+        apart = torch.full((6, 32), torch.nan, device=device)[:5, :columns].copy_(x)
+        out, expected = (torch.full((5, features), torch.nan, device=device) for _ in range(2))
+        grouped_gemm_triton(apart, weights, offsets, out, GEMMS["pointer"], transposed=transposed)
+        grouped_gemm_triton(x, weights.contiguous(), offsets, expected, GEMMS["pointer"], transposed=transposed)
+        assert torch.equal(out, expected) and not out.isnan().any()
+
+
+@pytest.mark.parametrize("device", LAUNCHER_DEVICES)
 @pytest.mark.parametrize("form", ["packed", "discrete"])
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.sampled(4)
