@@ -407,6 +407,8 @@ def test_targets_of_other_integers() -> None:
     head = LinearCrossEntropy(K, V, label_smoothing=0.1)
     hidden, targets = data(dtype=torch.float32)
     assert torch.equal(head(hidden, targets.int()), head(hidden, targets))
+    longer = torch.cat([targets, targets], 1)
+    assert torch.equal(head(hidden, longer[:, :5]), head(hidden, targets)), "a view, as labels[:, 1:] is"
 
 
 @pytest.mark.parametrize("mode", ["recompute", "in_forward"])

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from maingrad.launch import simulate
 from maingrad.te_integration import LinearCrossEntropy
@@ -71,6 +72,27 @@ def test_a_head_of_some_classes(ranks: int, sequence_dim: int | None, compiled: 
             torch.testing.assert_close(part.grad, of_whole.grad[start:end])
 
     simulate(job, ranks)
+
+
+class LargestTensor(TorchDispatchMode):
+    """The most elements that any result of an operation has."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.most = max(self.most, result.numel() if isinstance(result, Tensor) else 0)
+        return result
+
+
+def test_ranks_have_no_more_logits_than_a_chunks() -> None:
+    def job() -> int:
+        head, (hidden, targets) = part_of(head_of(chunk_tokens=3), None), operands()
+        with LargestTensor() as seen:
+            head(hidden.requires_grad_(), targets).backward()
+        return seen.most
+
+    assert max(simulate(job, 2)) == 2 * TOKENS * K, "the hidden states"
 
 
 def test_logits_of_some_classes() -> None:
