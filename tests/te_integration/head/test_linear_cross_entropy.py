@@ -17,7 +17,15 @@ from torch.utils.checkpoint import checkpoint
 
 from maingrad.kernels.cross_entropy.chunks import head_losses
 from maingrad.kernels.cross_entropy.reference import LossTerms
-from maingrad.te_integration import LinearCrossEntropy, WgradQueue, delayed_wgrad, linear_cross_entropy
+from maingrad.te_integration import (
+    DelayedScaling,
+    Float8CurrentScaling,
+    LinearCrossEntropy,
+    WgradQueue,
+    autocast,
+    delayed_wgrad,
+    linear_cross_entropy,
+)
 from maingrad.te_integration.head.recomputing import HeadWork, head_of
 
 K, V = 8, 33
@@ -270,7 +278,8 @@ def test_inputs_alone_and_weights_alone() -> None:
 
 @pytest.mark.parametrize("mode", ["recompute", "in_forward"])
 def test_transforms_and_second_derivatives(mode: Any) -> None:
-    head = LinearCrossEntropy(K, V, bias=True, dtype=torch.float64, mode=mode)
+    options: Any = {"label_smoothing": 0.1, "z_loss": 0.01, "logit_softcap": 2.0, "logit_scale": 0.5}
+    head = LinearCrossEntropy(K, V, bias=True, dtype=torch.float64, mode=mode, **options)
     hidden, targets = data()
     ddp = wrap(head)
     found = torch.func.grad(lambda x: head(x, targets))(hidden.detach())
@@ -322,6 +331,16 @@ def test_delayed_blocks_leave_it_in_backward() -> None:
     loss.backward()
     assert len(queue) == 0
     assert ddp.records[0].num_fused_writes == 1
+
+
+@pytest.mark.parametrize("recipe", [Float8CurrentScaling(), DelayedScaling()], ids=repr)
+def test_recipes_quantise_no_head(recipe: Any) -> None:
+    head = LinearCrossEntropy(32, 64, dtype=torch.bfloat16)
+    hidden, targets = torch.randn(32, 32, dtype=torch.bfloat16, requires_grad=True), torch.arange(32)
+    logits, loss = head.logits(hidden), head(hidden, targets)
+    with autocast(recipe=recipe):
+        assert torch.equal(head.logits(hidden), logits) and torch.equal(head(hidden, targets), loss)
+    assert not list(head.buffers())
 
 
 def test_a_tied_weight_is_summed() -> None:
