@@ -33,16 +33,18 @@ def wgrad_accumulate_reference(dy: Tensor, x: Tensor, main_grad: Tensor, *, over
     product of autograd plus the addition of a hook.
     """
     dtype = torch.promote_types(torch.promote_types(dy.dtype, x.dtype), main_grad.dtype)
-    dy, x = dy.to(dtype), x.to(dtype)
-    if torch.is_autocast_enabled(dy.device.type):  # autocast would round the product
-        with torch.autocast(dy.device.type, enabled=False):
-            product = dy.t() @ x
-    else:
-        product = dy.t() @ x
+    product = _product(dy.to(dtype).t(), x.to(dtype))
     if overwrite:
         main_grad.copy_(product)
     else:
         main_grad.add_(product)
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    if not torch.is_autocast_enabled(a.device.type):
+        return a @ b
+    with torch.autocast(a.device.type, enabled=False):  # it would round the product
+        return a @ b
 
 
 def _rows(offsets: Tensor) -> Iterator[slice]:
@@ -66,7 +68,7 @@ def grouped_linear_reference(
     dtype = torch.promote_types(x.dtype, torch.float32)
     out.zero_()
     for expert, rows in enumerate(_rows(offsets)):
-        y = x[rows].to(dtype) @ weights[expert].to(dtype).t()
+        y = _product(x[rows].to(dtype), weights[expert].to(dtype).t())
         if bias is not None:
             b = bias[expert].to(dtype)
             y += b if bias_scale is None else bias_scale[rows, None].to(dtype) * b
@@ -95,4 +97,4 @@ def grouped_scale_grad_reference(dy: Tensor, bias: Tensor | Sequence[Tensor], of
     dtype = torch.promote_types(dy.dtype, torch.float32)
     out.zero_()
     for expert, rows in enumerate(_rows(offsets)):
-        out[rows] = (dy[rows].to(dtype) @ bias[expert].to(dtype)).to(out.dtype)
+        out[rows] = _product(dy[rows].to(dtype), bias[expert].to(dtype)).to(out.dtype)

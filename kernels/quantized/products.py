@@ -132,10 +132,9 @@ def scaled_grouped_product(
     together = None
     if bias is not None:
         together = (bias if isinstance(bias, Tensor) else torch.stack(tuple(bias))).float()
-    with torch.autocast(x.offsets.device.type, enabled=False):
-        # One packed tensor: a capture takes no table of the addresses of separate ones.
-        packed = torch.stack([dequantize(weight) for weight in weights.unbind()])
-        y = grouped_linear(dequantize_grouped(x), packed, x.offsets, bias=together, bias_scale=bias_scale)
+    # One packed tensor: a capture takes no table of the addresses of separate ones.
+    packed = torch.stack([dequantize(weight) for weight in weights.unbind()])
+    y = grouped_linear(dequantize_grouped(x), packed, x.offsets, bias=together, bias_scale=bias_scale)
     return y.to(dtype) if out is None else out.copy_(y)
 
 
@@ -160,14 +159,14 @@ def scaled_grouped_wgrad_accumulate(
             grouped_wgrad_triton(*operands, here, dy.offsets, overwrite, SCALED_WGRAD_CONFIG, scales=scales)
         return
     grads = list(main_grads)
-    with torch.autocast(x.offsets.device.type, enabled=False):
-        of_dy, offsets = rows_of_experts(dy)
-        operands = of_dy, rows_of_experts(x)[0]
-        if all(grad is None or grad.dtype is torch.float32 for grad in grads):
-            grouped_wgrad_accumulate(*operands, main_grads, offsets, overwrite=overwrite)
-            return
-        products = torch.empty(len(grads), dy.matrix.shape[0], x.matrix.shape[0], device=dy.offsets.device)
-        grouped_wgrad_accumulate(*operands, products, offsets, overwrite=True)
+    of_dy, offsets = rows_of_experts(dy)
+    operands = of_dy, rows_of_experts(x)[0]
+    if all(grad is None or grad.dtype is torch.float32 for grad in grads):
+        grouped_wgrad_accumulate(*operands, main_grads, offsets, overwrite=overwrite)
+        return
+    shape = len(grads), dy.matrix.shape[0], x.matrix.shape[0]
+    products = torch.empty(shape, dtype=torch.float32, device=dy.offsets.device)
+    grouped_wgrad_accumulate(*operands, products, offsets, overwrite=True)
     bits = [overwrite] * len(grads) if isinstance(overwrite, bool) else overwrite
     for grad, product, once in zip(grads, products, bits, strict=True):
         if grad is not None:
@@ -175,7 +174,7 @@ def scaled_grouped_wgrad_accumulate(
 
 
 def _takes_kernel(grad: Tensor | None) -> bool:
-    return grad is None or (grad.dtype in _OUTPUTS and (grad.stride(-1) == 1 or not grad.numel()))
+    return grad is None or (grad.dtype in _OUTPUTS and grad.stride(-1) == 1)
 
 
 def _check(a: Quantized, b: Quantized) -> None:

@@ -22,7 +22,7 @@ from maingrad.kernels.cross_entropy import cross_entropy
 from maingrad.kernels.cross_entropy.reference import LossTerms
 from maingrad.kernels.glu import scaled_glu
 from maingrad.kernels.grouped import products
-from maingrad.kernels.grouped.gemm_triton import GemmConfig, default_gemm_config
+from maingrad.kernels.grouped.gemm_triton import GemmConfig, default_gemm_config, default_scaled_gemm_config
 from maingrad.kernels.grouped.wgrad_config import WgradConfig, default_wgrad_config
 from maingrad.kernels.optimizer import flat_update
 from maingrad.kernels.optimizer.adamw import AdamUpdate
@@ -344,9 +344,15 @@ def test_matrices_that_the_quantisers_kernel_takes(gpu: Gpu) -> None:
     name, (_, rows, columns, *numbers), _ = gpu.only()
     assert (name, rows, columns) == ("quantize_triton", WHOLE, WHOLE)
     assert numbers[0] is scale and numbers[1] is amax
-    for rows, columns in ((WHOLE, None), (None, BLOCK)):
+    for rows, columns in ((WHOLE, None), (None, BLOCK), (BLOCK, replace(BLOCK))):
         both(rows, columns)
         assert gpu.only()[1][1:3] == (rows, columns)
+    operands.quantize_both(on_gpu(4, 6, dtype=torch.float16), WHOLE, WHOLE)
+    assert gpu.only()[0] == "quantize_triton"
+    operands.quantize_both(on_gpu(2, 4, 6), WHOLE, None)
+    operands.quantize_grouped_both(on_gpu(2, 4, 6), WHOLE, None, on_gpu(3, dtype=torch.int64))
+    assert [name for name, *_ in gpu.ran] == ["quantize", "quantize_grouped"], "which refuse it"
+    gpu.ran.clear()
     for run in (
         lambda: both(WHOLE, BLOCK),
         lambda: operands.quantize_both(on_gpu(1, 6), WHOLE, WHOLE),
@@ -367,12 +373,28 @@ def test_matrices_that_the_quantisers_kernel_takes(gpu: Gpu) -> None:
     offsets = on_gpu(3, dtype=torch.int64)
     operands.quantize_grouped_both(on_gpu(4, 6), BLOCK, BLOCK, offsets)
     operands.quantize_grouped_both(on_gpu(4, 6, dtype=torch.float32), BLOCK, BLOCK, offsets)
+    gpu.note(operands, "_stacked")
+    operands.quantize_experts(on_gpu(1, 4, 6, dtype=torch.float32), SQUARE, None)
     operands.quantize_experts(on_gpu(2, 4, 6), SQUARE, None)
     operands.quantize_experts([on_gpu(4, 6), on_gpu(4, 12)[:, ::2]], SQUARE, None)
-    names = ["quantize_grouped_triton", "quantize_grouped", "quantize_grouped"] + ["quantize_experts_triton"] * 2
+    names = ["quantize_grouped_triton", "quantize_grouped", "quantize_grouped", "quantize", "_stacked"]
+    names += ["quantize_experts_triton"] * 2
     assert [name for name, *_ in gpu.ran] == names
     assert gpu.ran[2][2] == {"transposed": True} and gpu.ran[1][2] == {}
     assert {each.stride() for each in gpu.ran[-1][1][0]} == {(6, 1)}
+
+
+def test_a_compiler_is_told_of_copies_as_kernels_leave_them(gpu: Gpu) -> None:
+    for spec, shape, dtype, has_kernel in (
+        (WHOLE, (20, 200), torch.bfloat16, True),
+        (BLOCK, (20, 200), torch.float16, True),
+        (BLOCK, (20, 200), torch.float32, False),  # as the reference does
+        (WHOLE, (1, 200), torch.bfloat16, False),
+    ):
+        x = on_gpu(*shape, dtype=dtype)
+        copy = operands.empty_copy(x, spec, transposed=True) if has_kernel else operands.quantize(x.t(), spec)
+        found = operands.quantized_like(x.t(), spec)
+        assert [(each.shape, each.stride()) for each in found] == [(each.shape, each.stride()) for each in copy.tensors]
 
 
 def quantized(rows: int, columns: int, spec: QuantSpec) -> Quantized:
@@ -381,7 +403,7 @@ def quantized(rows: int, columns: int, spec: QuantSpec) -> Quantized:
 
 
 @pytest.mark.parametrize("spec", [WHOLE, BLOCK])
-@pytest.mark.parametrize(("m", "n", "k"), [(16, 32, 512), (5, 7, 130), (1, 1, 1)])
+@pytest.mark.parametrize(("m", "n", "k"), [(16, 32, 512), (5, 7, 130), (1, 1, 1), (4, 24, 128)])
 def test_cublas_is_given_what_it_takes(gpu: Gpu, spec: QuantSpec, m: int, n: int, k: int) -> None:
     """Torch's own checks of shapes, strides and scales run here as on a GPU."""
     a, b = quantized(m, k, spec), quantized(n, k, SQUARE if spec is BLOCK else spec)
@@ -419,6 +441,14 @@ def test_copies_of_other_widths_are_padded_for_cublas(gpu: Gpu, squares: bool) -
     assert left_scale.shape == (8, width // 128) and left_scale.stride() == (1, 8)
     assert right_scale.shape == (width // 128, 1 if squares else 32)
     assert right_scale.stride() == ((1, width // 128) if squares else (32, 1))
+    scaled.scaled_product(unpadded(20, 300, SQUARE), unpadded(6, 300, BLOCK), torch.bfloat16)  # the other way round
+    _, (left, _, left_scale, right_scale, *_), _ = gpu.only()
+    assert left.shape == (20, 512) and left_scale.shape == (1, 4) and right_scale.shape == (4, 16)
+    narrow, wide = unpadded(8, 100, BLOCK), quantized(32, 100, BLOCK)  # of 512 columns
+    for one, other in ((narrow, wide), (wide, narrow)):
+        scaled.scaled_product(one, other, torch.bfloat16)
+        _, (left, right, *_), _ = gpu.only()
+        assert left.shape[1] == right.shape[0] == 512
 
 
 def test_products_that_cublas_takes_whole(gpu: Gpu) -> None:
@@ -483,12 +513,21 @@ def test_products_of_quantised_experts(gpu: Gpu) -> None:
     weights = one._replace(data=one.data[None].expand(2, -1, -1), scale=one.scale[None].expand(2, -1, -1))
     out, by_columns = on_gpu(10, 16), on_gpu(16, 10).t()
     bias = [on_gpu(16), on_gpu(32)[::2]]
-    assert scaled.scaled_grouped_product(rows, weights, torch.bfloat16, bias=bias, out=out) is out
+    half = torch.bfloat16
+    assert scaled.scaled_grouped_product(rows, weights, half, bias=bias, out=out) is out
     _, given, how = gpu.only()
     assert given[3] is out and how["transposed"] and {each.stride() for each in how["bias"]} == {(1,)}
     assert how["scales"][0] is rows.matrix.scale and how["scales"][1] is weights.scale
-    assert scaled.scaled_grouped_product(rows, weights, torch.bfloat16, out=by_columns) is by_columns
+    assert scaled.scaled_grouped_product(rows, weights, half, out=by_columns) is by_columns
     assert gpu.only()[1][3].stride() == (16, 1), "and copied"
+    apart, scale = on_gpu(10, 24)[:, :16], on_gpu(20, dtype=torch.float32)[::2]
+    assert scaled.scaled_grouped_product(rows, weights, half, bias=bias, bias_scale=scale, out=apart) is apart
+    _, given, how = gpu.only()
+    assert given[3] is apart and how["bias_scale"].stride() == (1,)
+    for spec, length in ((WHOLE, 2000), (WHOLE, 2100), (BLOCK, 2100)):
+        many = GroupedQuantized(quantized(length, 32, spec), offsets, transposed=False)
+        scaled.scaled_grouped_product(many, weights, half)
+        assert gpu.only()[1][4] == default_scaled_gemm_config(length / 2, blocks=spec is BLOCK)
     fits = on_gpu(10, 10, dtype=torch.float32)
     for grads, kernel in (
         ([fits, None], True),

@@ -4,6 +4,7 @@ What one launch has compiled is launched again for its key, with other arguments
 memory. No kernel runs here; functions that launch are replaced by ones that note keys and arguments.
 """
 
+import inspect
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
@@ -354,3 +355,98 @@ def test_steps_of_optimizers(noted: Noted) -> None:
         launch(row_of(), found_inf=torch.ones(())),
         launch(row_of(), divisor=at(1, dtype=torch.float32, off=1)[0]),
     )
+
+
+# ---- What a GPU alone is told. ----
+
+
+def told(monkeypatch: pytest.MonkeyPatch, module: Any, kernel: Any) -> list[tuple[int, dict[str, Any]]]:
+    """The number of programs, and the arguments by name, of each launch on an NVIDIA GPU."""
+    found: list[tuple[int, dict[str, Any]]] = []
+    names = list(inspect.signature(kernel.fn).parameters)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(
+        module,
+        "_launch",
+        lambda key, grid, *given, **how: found.append((grid[0], dict(zip(names, given, strict=True)) | how)),
+    )
+    return found
+
+
+def test_how_weight_gradients_meet_their_accumulators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the accelerator's addition where it can add; else what is read is fetched before the products."""
+    launches = told(monkeypatch, wgrad_triton, wgrad_triton._grouped_wgrad_kernel)
+    monkeypatch.setattr(wgrad_triton, "is_interpreted", lambda: False)
+    config = WgradConfig(32, 32, 32, 4, 2, tma=True, reduce=True, parts=2, max_registers=96)
+    dy, x, offsets = at(20, 48), at(20, 64), torch.zeros(3, dtype=torch.int64)
+    packed = at(2, 48, 64, dtype=torch.float32)
+
+    def launch(grads: Any = packed, overwrite: Any = False, given: WgradConfig = config) -> tuple[bool, bool]:
+        grouped_wgrad_triton(dy, x, grads, offsets, overwrite, given)
+        [(programs, how)] = launches
+        launches.clear()
+        assert programs == (3 if given.persistent else 8)
+        assert how["grad_desc"] is None or how["grad_desc"].block_shape == [1, 32, 16]
+        assert how["maxnreg"] == 96 and (how["num_warps"], how["num_stages"]) == (4, 2)
+        return how["grad_desc"] is not None, how["PREFETCH"]
+
+    adds, reads, writes = (True, False), (False, True), (False, False)
+    assert launch() == launch(list(packed.unbind())) == adds
+    assert launch(overwrite=True) == writes
+    for grads in (
+        packed.bfloat16(),
+        at(2, 48, 64, dtype=torch.float32, off=1),
+        at(2, 48, 65, dtype=torch.float32)[:, :, :64],
+        [packed[0], None],
+    ):
+        assert launch(grads) == reads
+    assert launch(overwrite=[True, False]) == launch(given=config._replace(reduce=False)) == reads
+    assert launch(given=config._replace(tma=False)) == reads
+    monkeypatch.setattr(wgrad_triton, "num_multiprocessors", lambda _: 1)
+    assert launch(given=config._replace(persistent=3)) == adds
+    for is_amd in (False, True):
+        monkeypatch.setattr(torch.version, "hip", "6.0" if is_amd else None)
+        monkeypatch.setattr(wgrad_triton, "is_interpreted", lambda is_amd=is_amd: not is_amd)
+        grouped_wgrad_triton(dy, x, packed.bfloat16(), offsets, False, config)
+        assert not launches[-1][1]["PREFETCH"] and "maxnreg" not in launches[-1][1], "PTX, and an option of NVIDIA's"
+
+
+def test_which_weights_the_accelerator_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = told(monkeypatch, gemm_triton, gemm_triton._grouped_gemm_kernel)
+    config, offsets = GemmConfig(64, 32, 16, 4, 2, tma=True), torch.zeros(3, dtype=torch.int64)
+    packed = at(2, 48, 64)
+    for weights, transposed, box in (
+        (packed, True, [1, 32, 16]),
+        (packed, False, [1, 16, 32]),
+        (list(packed.unbind()), True, [1, 32, 16]),
+        ([packed[0], packed[0]], True, None),
+        (at(2, 48, 64, off=1), True, None),
+        (at(2, 48 * 64 + 4)[:, : 48 * 64].view(2, 48, 64), True, None),
+    ):
+        x, out = (at(20, 64), at(20, 48)) if transposed else (at(20, 48), at(20, 64))
+        grouped_gemm_triton(x, weights, offsets, out, config, transposed=transposed)
+        [(_, how)] = launches
+        launches.clear()
+        assert how["x_desc"].block_shape == [64, 16]
+        assert (how["weight_desc"] and how["weight_desc"].block_shape) == box
+    grouped_gemm_triton(at(20, 64, off=1), packed, offsets, at(20, 48), config, transposed=True)
+    assert launches[0][1]["x_desc"] is None and launches[0][1]["weight_desc"] is not None
+    launches.clear()
+    grouped_gemm_triton(at(0, 64), packed, offsets, at(0, 48), config, transposed=True)
+    grouped_gemm_triton(at(20, 64), at(2, 0, 64), offsets, at(20, 0), config, transposed=True)
+    assert not launches, "a GPU refuses a launch of no programs"
+
+
+def test_counts_of_matrices_are_no_constants_of_the_quantiser() -> None:
+    """See ``Launches``: with a constant Triton leaves elements unwritten."""
+    launches = [each for each in vars(quantize_triton).values() if isinstance(each, Launches)]
+    assert [each._counts for each in launches] == [("R", "C")] * 6
+
+
+def test_more_experts_than_programs_look_for_their_largest_magnitudes(monkeypatch: pytest.MonkeyPatch) -> None:
+    for count, tiles, expected in ((600, 1, 1), (256, 4, 2), (1, 9, 8), (1, 2000, 512)):
+        launched: list[Any] = []
+        monkeypatch.setattr(quantize_triton, "_launch_amax", lambda _, grid, *rest, made=launched: made.append(grid))
+        monkeypatch.setattr(quantize_triton, "_launch_tiles", lambda *_: None)
+        quantize_triton.quantize_experts_triton(at(count, 32 * tiles, 2), WHOLE, None)
+        assert launched == [(expected, 1, count)]

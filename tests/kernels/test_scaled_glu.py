@@ -239,5 +239,12 @@ def test_what_does_not_fit_is_named() -> None:
         scaled_glu_backward(da.half(), h, probs)
     with pytest.raises(ValueError, match=r"da \(4, 6\), torch\.float32 on cpu; got \(3, 6\)"):
         scaled_glu_backward(da[:3], h, probs)
-    with pytest.raises(ValueError, match="limit above 0, got 0"):
-        glu_named("clamped_swiglu", limit=0.0)
+    with pytest.raises(TypeError, match=r"floating dtypes, got torch\.int64 and None"):
+        scaled_glu(h.long())
+    with pytest.raises(ValueError, match=r"probs \(4,\) on cpu, got \(4,\) on meta"):
+        scaled_glu(h, probs.to("meta"))
+    with pytest.raises(ValueError, match=r"on cpu; got \(4, 6\), torch\.float32 on meta"):
+        scaled_glu_backward(da.to("meta"), h, probs)
+    for limit in (0.0, math.nan):
+        with pytest.raises(ValueError, match=f"limit above 0, got {limit}"):
+            glu_named("clamped_swiglu", limit=limit)

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -223,6 +224,58 @@ def test_every_shipped_row_is_a_configuration_of_its_kernel() -> None:
         else:
             assert isinstance(config, dict)
             kinds[each.problem.op](**config)
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="configurations are those of Triton kernels")
+def test_candidates_are_what_was_fastest_somewhere() -> None:
+    from maingrad.kernels.grouped.gemm_triton import GEMM_CANDIDATES, GemmConfig, default_gemm_config
+    from maingrad.kernels.grouped.wgrad_config import WGRAD_CANDIDATES, WgradConfig, default_wgrad_config
+
+    fastest: set[Any] = set()
+    for each in shipped():
+        config = tuned_config(each.gpu, each.problem)
+        if isinstance(config, dict):
+            fastest.add((WgradConfig if "wgrad" in each.problem.op else GemmConfig)(**config))
+    candidates: set[Any] = {*GEMM_CANDIDATES, *WGRAD_CANDIDATES}
+    assert fastest <= candidates
+    rows = 1, 512, 4096
+    defaults: set[Any] = {default_gemm_config(torch.bfloat16, (9, 0), each) for each in rows}
+    defaults |= {default_wgrad_config(torch.bfloat16, (9, 0), each) for each in rows}
+    assert {each for each in candidates if each.tma} <= fastest | defaults
+    assert sum(not each.tma for each in GEMM_CANDIDATES) == 3, "for GPUs before sm90"
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="configurations are those of Triton kernels")
+def test_what_was_not_measured_has_tiles_by_rows_and_gpu() -> None:
+    from maingrad.kernels.grouped.gemm_triton import default_gemm_config, default_scaled_gemm_config
+    from maingrad.kernels.grouped.wgrad_config import default_wgrad_config
+
+    half, single, hopper = torch.bfloat16, torch.float32, (9, 0)
+    for dtype, capability, rows, gemm, wgrad in (
+        (half, hopper, 16, (64, 128, 64), (64, 128, 32)),
+        (half, hopper, 64, (64, 128, 64), (64, 128, 32)),
+        (half, hopper, 64.5, (128, 256, 64), (64, 128, 32)),
+        (half, hopper, 256, (128, 256, 64), (64, 128, 32)),
+        (half, hopper, 256.5, (128, 256, 64), (128, 128, 32)),
+        (half, hopper, 1023.5, (128, 256, 64), (128, 128, 32)),
+        (torch.float16, hopper, 1024, (128, 256, 64), (128, 256, 64)),
+        (half, (10, 0), 4096, (128, 256, 64), (128, 256, 64)),
+        (half, (8, 0), 4096, (128, 128, 32), (128, 128, 32)),
+        (half, None, 4096, (128, 128, 32), (128, 128, 32)),
+        (single, hopper, 4096, (64, 64, 32), (64, 64, 32)),
+        (single, None, 16, (64, 64, 32), (64, 64, 32)),
+    ):
+        newer = dtype is not single and capability is not None and capability >= (9, 0)
+        for found, tile in (
+            (default_gemm_config(dtype, capability, rows), gemm),
+            (default_wgrad_config(dtype, capability, rows), wgrad),
+        ):
+            assert found[:3] == tile and found.tma is newer, (found, rows)
+    # More stages than 2 need the asynchronous copies of NVIDIA's.
+    assert default_gemm_config(half, None, 1).num_stages == default_wgrad_config(half, None, 1).num_stages == 2
+    for rows, blocks, tile in ((1024, False, 64), (1025, False, 128), (4096, True, 64)):
+        config = default_scaled_gemm_config(rows, blocks=blocks)
+        assert config.block_m == tile and config.block_c == 128, "after which a sum leaves the tensor cores"
 
 
 def test_a_device_without_a_gpu_has_a_name_of_its_own() -> None:

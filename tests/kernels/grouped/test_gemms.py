@@ -13,7 +13,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 from triton_devices import LAUNCHER_DEVICES
 
-from maingrad.kernels import grouped_dgrad, grouped_linear, grouped_scale_grad, grouped_wgrad_accumulate
+from maingrad.kernels import (
+    grouped_bias_grad,
+    grouped_dgrad,
+    grouped_linear,
+    grouped_scale_grad,
+    grouped_wgrad_accumulate,
+)
 from maingrad.kernels.grouped.gemm_triton import (
     GEMM_CANDIDATES,
     GemmConfig,
@@ -105,6 +111,21 @@ def test_each_expert_and_the_padding_may_have_a_tile_that_is_not_full(device: st
     y = x.new_full((len(x), 8), torch.nan)
     grouped_gemm_triton(x, weights, offsets_of(splits, device), y, GEMMS["pointer"], transposed=True)
     assert_rows_close(y, x, y, splits, weights.transpose(1, 2))
+
+
+@pytest.mark.parametrize("device", LAUNCHER_DEVICES)
+def test_what_lies_around_operands_takes_no_part(device: str) -> None:
+    """Views of larger tensors, with NaN in other columns and rows."""
+    offsets = offsets_of([3, 2], device)
+    wide = torch.full((2, 11, 21), torch.nan, device=device)
+    weights = wide[:, :9, :10].copy_(draw(2, 9, 10, dtype=torch.float32, device=device, seed=0))
+    for transposed, columns, features in ((True, 10, 9), (False, 9, 10)):
+        x = draw(5, columns, dtype=torch.float32, device=device, seed=1)
+        apart = torch.full((6, 32), torch.nan, device=device)[:5, :columns].copy_(x)
+        out, expected = (torch.full((5, features), torch.nan, device=device) for _ in range(2))
+        grouped_gemm_triton(apart, weights, offsets, out, GEMMS["pointer"], transposed=transposed)
+        grouped_gemm_triton(x, weights.contiguous(), offsets, expected, GEMMS["pointer"], transposed=transposed)
+        assert torch.equal(out, expected) and not out.isnan().any()
 
 
 @pytest.mark.parametrize("device", LAUNCHER_DEVICES)
@@ -392,6 +413,9 @@ def test_operands_that_do_not_match_are_named() -> None:
         grouped_linear(x, weights, offsets, bias=torch.ones(2, 6).double())
     with pytest.raises(ValueError, match=r"needs bias_scale \(5,\); got \(4,\)"):
         grouped_linear(x, weights, offsets, bias=torch.ones(2, 6), bias_scale=torch.ones(4))
+    for scale in (torch.ones(4), torch.ones(5, 1)):
+        with pytest.raises(ValueError, match=r"grouped_bias_grad needs scale \(5,\)"):
+            grouped_bias_grad(dy, offsets, scale=scale)
     with pytest.raises(ValueError, match="got a bias_scale and no bias"):
         grouped_linear(x, weights, offsets, bias_scale=torch.ones(5))
     for wrong_dy, wrong_x in ((dy[:4], x), (dy, x[:4]), (dy[None], x), (dy, x[None])):
@@ -404,6 +428,23 @@ def test_operands_that_do_not_match_are_named() -> None:
         with pytest.raises(ValueError, match=r"main_grad of expert [01] must be \(6, 3\) with adjacent columns"):
             grouped_wgrad_accumulate(dy, x, unfit, offsets)
     assert not grads.any() and not wide.any()
+
+
+def test_autocast_rounds_no_operand_of_the_reference() -> None:
+    x, weights, bias = (
+        draw(*shape, dtype=torch.float32, device="cpu", seed=0) for shape in ((5, 3), (2, 6, 3), (2, 6))
+    )
+    offsets, dy = torch.tensor([0, 2, 5]), draw(5, 6, dtype=torch.float32, device="cpu", seed=1)
+
+    def run() -> tuple[Tensor, ...]:
+        grads = torch.zeros(2, 6, 3)
+        grouped_wgrad_accumulate(dy, x, grads, offsets)
+        y, dx = grouped_linear(x, weights, offsets, bias=bias), grouped_dgrad(dy, weights, offsets)
+        return y, dx, grads, grouped_bias_grad(dy, offsets), grouped_scale_grad(dy, bias, offsets)
+
+    expected = run()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert all(map(torch.equal, run(), expected))
 
 
 def test_each_expert_has_an_accumulator_and_a_bit() -> None:

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from triton_devices import LAUNCHER_DEVICES, LAUNCHER_DTYPES, nan_filled_memory,
 from maingrad.kernels import group_offsets, grouped_bias_grad, grouped_scale_grad
 
 pytest.importorskip("triton", reason="the launchers are Triton's")
+from maingrad.kernels.grouped import reductions_triton
 from maingrad.kernels.grouped.reductions_triton import (
     grouped_bias_grad_triton,
     grouped_scale_grad_triton,
@@ -156,6 +158,35 @@ def test_operands_with_rows_apart_or_columns_apart(device: str) -> None:
     apart = torch.full((96,), float("nan"), device=device)
     apart[::2] = scale
     torch.testing.assert_close(bias_grad_launched(dy, offsets, apart[::2], torch.float32), db)
+
+
+def test_chunks_have_the_rows_of_an_expert() -> None:
+    """Few where experts are small; more, with fewer sums in memory, where programs are many."""
+    rows_of = {(4096, 64): 64, (4096, 3): 128, (100, 64): 32, (0, 5): 32, (32767, 1): 128, (32768, 8): 256}
+    assert {sizes: reductions_triton._chunk(*sizes) for sizes in rows_of} == rows_of
+
+
+def test_no_programs_are_launched_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU refuses such a launch."""
+    launched: list[str] = []
+    for name in ("_bias_grad_chunks_kernel", "_bias_grad_kernel", "_scale_grad_kernel"):
+
+        def note(grid: tuple[int, ...], name: str = name) -> Callable[..., None]:
+            assert all(grid)
+            return lambda *_, **__: launched.append(name)
+
+        kernel = mock.MagicMock()
+        kernel.__getitem__.side_effect = note
+        monkeypatch.setattr(reductions_triton, name, kernel)
+    offsets = torch.zeros(3, dtype=torch.int64)
+    for rows, features, expected in ((0, 4, ["_bias_grad_kernel"]), (5, 0, ["_scale_grad_kernel"]), (0, 0, [])):
+        dy, bias = torch.ones(rows, features), torch.ones(2, features)
+        grouped_bias_grad_triton(dy, offsets, torch.zeros(2, features))
+        grouped_scale_grad_triton(dy, bias, offsets, torch.zeros(rows))
+        assert launched == expected
+        launched.clear()
+    grouped_bias_grad_triton(torch.ones(5, 4), offsets[:1], torch.zeros(0, 4))
+    assert not launched
 
 
 @pytest.mark.parametrize("device", LAUNCHER_DEVICES)

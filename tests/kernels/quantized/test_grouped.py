@@ -18,8 +18,10 @@ from maingrad.kernels.quantized import (
     dequantize,
     dequantize_grouped,
     quantize,
+    quantize_both,
     quantize_experts,
     quantize_grouped,
+    quantize_grouped_both,
     scaled_grouped_product,
     scaled_grouped_wgrad_accumulate,
 )
@@ -118,7 +120,7 @@ def test_what_is_not_finite_stays_with_its_expert(name: str) -> None:
 
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("name", GROUPED)
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(4)
 def test_the_host_reads_no_split_sizes(name: str, transposed: bool) -> None:
     """A fake tensor has none to read, and knows each size nevertheless."""
     with FakeTensorMode():
@@ -130,7 +132,7 @@ def test_the_host_reads_no_split_sizes(name: str, transposed: bool) -> None:
 
 
 @pytest.mark.parametrize(("name", "rows"), [("current", 300), ("block", 300), ("MXFP8", 512)])
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(3)
 def test_small_experts_take_half_the_bytes(name: str, rows: int) -> None:
     """docs/reference/recipes.md says from which number of tokens on; scales and offsets count."""
     with FakeTensorMode():
@@ -146,6 +148,28 @@ def test_what_cannot_be_quantised() -> None:
             quantize_grouped(torch.ones(shape), SPECS["current"], offsets)
     with pytest.raises(ValueError, match="would lie in several experts"):
         quantize_grouped(torch.ones(4, 4), SPECS["block, weights"], offsets)
+
+
+def test_each_copy_is_by_its_own_spec() -> None:
+    rows, columns = SPECS["current"], SPECS["current, gradients"]
+    draws = torch.Generator().manual_seed(0)
+    weights, offsets = torch.randn(3, 5, 7, generator=draws), torch.tensor([0, 2, 5])
+    for found, one, other in (
+        (quantize_both(weights[0], rows, columns), quantize(weights[0], rows), quantize(weights[0].t(), columns)),
+        (
+            [each and each.matrix for each in quantize_grouped_both(weights[0], rows, columns, offsets)],
+            quantize_grouped(weights[0], rows, offsets).matrix,
+            quantize_grouped(weights[0], columns, offsets, transposed=True).matrix,
+        ),
+        (
+            [each and each.unbind()[2] for each in quantize_experts(weights, rows, columns)],
+            quantize(weights[2], rows),
+            quantize(weights[2].t(), columns),
+        ),
+    ):
+        for copy, expected in zip(found, (one, other), strict=True):
+            assert copy is not None and copy.spec is expected.spec and copy.columns == expected.columns
+            assert torch.equal(copy.data.float(), expected.data.float()) and torch.equal(copy.scale, expected.scale)
 
 
 def exact(x: Tensor, spec: QuantSpec) -> Tensor:
@@ -177,6 +201,12 @@ def test_products(name: str, scaled: bool) -> None:
     given = scaled_grouped_product(rows, quantized, torch.bfloat16, bias=biases, bias_scale=scale, out=out)
     assert given is out
     assert torch.equal(out, y.bfloat16())
+    half = biases.bfloat16()
+    y = scaled_grouped_product(rows, quantized, torch.float32, bias=half, bias_scale=scale)
+    with torch.autocast("cpu", torch.bfloat16):
+        again, _ = quantize_experts(list(weights), weight_spec, None)
+        found = scaled_grouped_product(rows, again, torch.float32, bias=half, bias_scale=scale)
+    assert torch.equal(found, y), "autocast rounds no operand"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -204,6 +234,21 @@ def test_weight_gradients(name: str, dtype: torch.dtype) -> None:
                 torch.testing.assert_close(found.double(), product + before, rtol=tolerance, atol=close)
     assert [each.matrix.shape[0] for each in operands] == [9, FEATURES]
     assert len(operands[0].tensors) == (4 if "NVFP4" in name else 3)
+
+
+def test_a_programs_default_dtype_rounds_no_sum() -> None:
+    draws = torch.Generator().manual_seed(0)
+    x, offsets = torch.randn(20, 9, generator=draws), torch.tensor([0, 12, 20])
+    copy = quantize_grouped(x, SPECS["current"], offsets, transposed=True)
+    found, expected = (torch.zeros(2, 9, 9, dtype=torch.float16) for _ in range(2))
+    scaled_grouped_wgrad_accumulate(copy, copy, expected)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        scaled_grouped_wgrad_accumulate(copy, copy, found)
+    finally:
+        torch.set_default_dtype(default)
+    assert torch.equal(found, expected) and expected.any()
 
 
 def test_products_that_do_not_match() -> None:

@@ -75,8 +75,11 @@ def check_rows(found: GroupedQuantized | None, expected: GroupedQuantized) -> No
     assert mine.shape == other.shape
     end = int(expected.offsets[-1]) if expected.transposed else other.columns
     check_elements(mine.data[:, :end], other.data[:, :end], other.spec)
-    if not expected.transposed:
+    if expected.transposed:
+        assert mine.data[:, end:].float().isnan().all(), "not written"
+    else:
         assert not mine.data[:, other.columns :].view(torch.uint8).any()
+        assert not mine.data[int(expected.offsets[-1]) :].view(torch.uint8).any(), "pad rows are zeros"
     of_experts = list(range(other.scale.shape[-1]))
     if expected.transposed and other.spec.block is not None:
         block, count = other.spec.block[1], len(expected.offsets) // 2
@@ -115,6 +118,17 @@ def test_rows_of_experts(device: str, name: str, splits: str) -> None:
                 check_rows(rows, quantize_grouped(matrix, spec, offsets))
             if columns is not None:
                 check_rows(columns, quantize_grouped(matrix, spec, offsets, transposed=True))
+
+
+@pytest.mark.parametrize("device", LAUNCHER_DEVICES)
+def test_few_rows_of_experts_in_blocks(device: str) -> None:
+    spec, offsets = SPECS["block"], torch.tensor([0, 5, 5, 137, 140], device=device)
+    x = torch.randn(145, 20, generator=torch.Generator().manual_seed(0)).half().to(device)
+    x[140:] = NAN
+    with nan_filled_memory():
+        rows, columns = quantize_grouped_triton(x, spec, spec, offsets)
+    check_rows(rows, quantize_grouped(x, spec, offsets))
+    check_rows(columns, quantize_grouped(x, spec, offsets, transposed=True))
 
 
 @pytest.mark.in_turn

@@ -79,6 +79,11 @@ def test_stochastic_rounding_is_right_in_the_mean() -> None:
         assert len(column.unique()) <= 2
 
 
+def test_elements_of_8_bits_are_rounded_to_nearest() -> None:
+    with pytest.raises(NotImplementedError, match="stochastic rounding is that of E2M1"):
+        quantize(torch.ones(2, 2), QuantSpec(E4M3, None, ScaleForm.FP32, stochastic=True))
+
+
 @pytest.mark.parametrize("tokens", [16, 37])
 def test_a_rotated_product_is_the_product(tokens: int) -> None:
     """The transform is orthogonal, mixes 16 columns, and spreads an outlier."""

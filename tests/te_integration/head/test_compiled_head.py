@@ -93,10 +93,15 @@ def test_the_function_of_a_plain_weight_is_in_the_graph() -> None:
     weight = torch.randn(V, K, generator=torch.Generator().manual_seed(0)).requires_grad_()
     same = copy.deepcopy(weight)
     x, targets = batch()
-    linear_cross_entropy(x, weight, targets).backward()
+    bias, other = (torch.linspace(-1, 1, V).requires_grad_() for _ in range(2))
+    options: Any = {"label_smoothing": 0.1, "z_loss": 0.01, "logit_softcap": 3.0, "logit_scale": 0.5, "chunk_tokens": 4}
+    loss = linear_cross_entropy(x, weight, targets, bias=bias, **options)
     compiled = torch.compile(linear_cross_entropy, backend="aot_eager", fullgraph=True)
-    compiled(x, same, targets).backward()
-    assert torch.equal(weight.grad, same.grad)
+    found = compiled(x, same, targets, bias=other, **options)
+    assert torch.equal(found, loss)
+    for each in (loss, found):
+        each.backward()
+    assert torch.equal(weight.grad, same.grad) and torch.equal(bias.grad, other.grad)
 
 
 @pytest.mark.parametrize("mode", ["recompute", "in_forward"])

@@ -186,11 +186,18 @@ def test_a_second_backward_is_refused() -> None:
 
 
 def test_another_gradient_than_the_announced_one_is_refused() -> None:
-    for factor, told in ((2.0, None), (1.0, 0.5), (float("nan"), None)):
+    for factor, told in ((2.0, None), (1.0, 0.5), (float("nan"), None), (1.0, 1.0001), (2e-7, 1e-7)):
         model, expected = pair()
         with pytest.raises(RuntimeError, match="was told another gradient of the loss"):
             (model(*batch(1), grad_scale=told) * factor).backward()
         check(model, expected)
+
+
+def test_a_gradient_that_was_rounded_otherwise_is_the_announced_one() -> None:
+    model, expected = pair()
+    model(*batch(0), grad_scale=1 + 2**-22).backward()
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
 
 
 def test_where_the_host_does_not_wait_another_gradient_leaves_nan(monkeypatch: pytest.MonkeyPatch) -> None:

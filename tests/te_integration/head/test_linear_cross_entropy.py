@@ -15,7 +15,18 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from maingrad.te_integration import LinearCrossEntropy, WgradQueue, delayed_wgrad, linear_cross_entropy
+from maingrad.kernels.cross_entropy.chunks import head_losses
+from maingrad.kernels.cross_entropy.reference import LossTerms
+from maingrad.te_integration import (
+    DelayedScaling,
+    Float8CurrentScaling,
+    LinearCrossEntropy,
+    WgradQueue,
+    autocast,
+    delayed_wgrad,
+    linear_cross_entropy,
+)
+from maingrad.te_integration.head.recomputing import HeadWork, head_of
 
 K, V = 8, 33
 OPTIONS = [
@@ -267,7 +278,8 @@ def test_inputs_alone_and_weights_alone() -> None:
 
 @pytest.mark.parametrize("mode", ["recompute", "in_forward"])
 def test_transforms_and_second_derivatives(mode: Any) -> None:
-    head = LinearCrossEntropy(K, V, bias=True, dtype=torch.float64, mode=mode)
+    options: Any = {"label_smoothing": 0.1, "z_loss": 0.01, "logit_softcap": 2.0, "logit_scale": 0.5}
+    head = LinearCrossEntropy(K, V, bias=True, dtype=torch.float64, mode=mode, **options)
     hidden, targets = data()
     ddp = wrap(head)
     found = torch.func.grad(lambda x: head(x, targets))(hidden.detach())
@@ -319,6 +331,16 @@ def test_delayed_blocks_leave_it_in_backward() -> None:
     loss.backward()
     assert len(queue) == 0
     assert ddp.records[0].num_fused_writes == 1
+
+
+@pytest.mark.parametrize("recipe", [Float8CurrentScaling(), DelayedScaling()], ids=repr)
+def test_recipes_quantise_no_head(recipe: Any) -> None:
+    head = LinearCrossEntropy(32, 64, dtype=torch.bfloat16)
+    hidden, targets = torch.randn(32, 32, dtype=torch.bfloat16, requires_grad=True), torch.arange(32)
+    logits, loss = head.logits(hidden), head(hidden, targets)
+    with autocast(recipe=recipe):
+        assert torch.equal(head.logits(hidden), logits) and torch.equal(head(hidden, targets), loss)
+    assert not list(head.buffers())
 
 
 def test_a_tied_weight_is_summed() -> None:
@@ -394,9 +416,8 @@ def test_names_and_state_are_those_of_a_linear_layer() -> None:
     assert isinstance(head, nn.Linear)
     assert torch.equal(copy.deepcopy(head).weight, linear.weight)
     assert "mode=recompute, chunk_tokens=2048, z_loss=0.5" in repr(head)
-    assert "z_loss=0.5, logit_softcap=2.0, logit_scale=0.25" in repr(
-        LinearCrossEntropy(K, V, z_loss=0.5, logit_softcap=2.0, logit_scale=0.25)
-    )
+    options: Any = {"ignore_index": 0, "label_smoothing": 0.1, "z_loss": 0.5, "logit_softcap": 2.0, "logit_scale": 0.25}
+    assert ", ".join(f"{name}={value}" for name, value in options.items()) in repr(LinearCrossEntropy(K, V, **options))
     made = LinearCrossEntropy(K, V, bias=True, params_dtype=torch.bfloat16, device="meta")
     assert all(param.is_meta and param.dtype is torch.bfloat16 for param in made.parameters())
 
@@ -405,6 +426,8 @@ def test_targets_of_other_integers() -> None:
     head = LinearCrossEntropy(K, V, label_smoothing=0.1)
     hidden, targets = data(dtype=torch.float32)
     assert torch.equal(head(hidden, targets.int()), head(hidden, targets))
+    longer = torch.cat([targets, targets], 1)
+    assert torch.equal(head(hidden, longer[:, :5]), head(hidden, targets)), "a view, as labels[:, 1:] is"
 
 
 @pytest.mark.parametrize("mode", ["recompute", "in_forward"])
@@ -463,6 +486,23 @@ def test_logits_of_one_chunk_are_not_computed_again() -> None:
     (first, *grads), (second, *again) = found
     assert (first, second) == (11, 12), "a second backward computes all logits"
     assert all(map(torch.equal, grads, again))
+
+
+def test_a_second_pass_computes_the_weight_gradient_alone() -> None:
+    """As where a captured backward has computed the other gradients before it."""
+    hidden, targets = data((15,))
+    weight = torch.randn(V, K, dtype=torch.float64, requires_grad=True)
+    F.cross_entropy(F.linear(hidden, weight), targets, reduction="sum").backward()
+    head = head_of(hidden.detach(), weight.detach(), None, targets, LossTerms(), 4)
+    ones, lse = torch.ones(15, dtype=torch.float64), head_losses(head)[1]
+    work = HeadWork(head, ones, lse, needs_hidden=True, needs_bias=False)
+    main_grad = torch.full_like(weight, torch.nan).detach()
+    found = work.run().hidden
+    torch.testing.assert_close(found, hidden.grad)
+    assert work.run(main_grad, overwrite=True).hidden is found
+    torch.testing.assert_close(main_grad, weight.grad)
+    work.run(main_grad)
+    torch.testing.assert_close(main_grad, 2 * weight.grad)
 
 
 def test_forwards_whose_backwards_come_later_keep_one_chunk() -> None:

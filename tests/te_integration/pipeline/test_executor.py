@@ -29,6 +29,7 @@ from pipelines import (
     unfused,
 )
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig
@@ -245,15 +246,42 @@ def test_a_link_may_say_that_an_output_of_its_last_chunk_is_unused():
 
 def test_a_link_must_give_a_gradient_for_each_output():
     class Wrong(Mailbox):
-        def receive_output_grad(self, chunk, microbatch):
-            return ()
+        given = 0
 
-    executor = ScheduleExecutor(parse_order([1, -1]), list(make_chunks(stand_in, [[True]])))
-    with pytest.raises(ValueError, match=r"entry 1 \(-1: .*: got 0 gradients for 1 outputs"):
-        executor.run_linked(Wrong(1, 1))
+        def receive_output_grad(self, chunk, microbatch):
+            return (None,) * self.given
+
+    for number in (0, 2):
+        Wrong.given = number
+        executor = ScheduleExecutor(parse_order([1, -1]), list(make_chunks(stand_in, [[True]])))
+        with pytest.raises(ValueError, match=rf"entry 1 \(-1: .*: got {number} gradients for 1 outputs"):
+            executor.run_linked(Wrong(1, 1))
 
 
 # ---- Between chunks. ----
+
+
+def test_what_a_microbatch_held_is_free_after_its_dgrads():
+    """Activations and gradients between chunks: a schedule's memory is that of the microbatches under way."""
+    held: list[StorageWeakRef] = []
+
+    class Holding(nn.Linear):
+        def forward(self, x):
+            output = super().forward(x * 1.0)
+            held.append(StorageWeakRef(x.untyped_storage()))
+            output.register_hook(lambda grad: held.append(StorageWeakRef(grad.untyped_storage())))
+            return output
+
+    class First(Holding):
+        def forward(self, x):
+            assert all(each.expired() for each in held)
+            output = super().forward(x)
+            held.clear()  # the caller's input stays
+            return output
+
+    executor = ScheduleExecutor(parse_order([1, 2, -2, -1] * 3), [First(3, 3), Holding(3, 3)])
+    executor.run([torch.ones(2, 3) for _ in range(3)], lambda output, microbatch: output.sum())
+    assert len(held) == 3
 
 
 def test_inputs_that_want_a_gradient_get_it():
