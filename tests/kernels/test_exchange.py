@@ -105,6 +105,21 @@ def made_of(kind: torch.dtype, rows: int, *shape: int) -> Tensor:
     return (torch.randn if kind.is_floating_point else partial(torch.randint, -9, 9))((rows, *shape)).to(kind)
 
 
+@pytest.mark.parametrize(("width", "sent"), [(7, [[1, 4], [2, 4]]), (1, [[12, 9], [8, 30]])])
+def test_rows_of_several_programs(width: int, sent: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As rows of more than 16 KB, and more of them than the programs take at once."""
+    monkeypatch.setattr(exchange_triton, "_TILE", 4)
+    monkeypatch.setattr(exchange_triton, "num_multiprocessors", lambda _: 1)
+    ranks, counts = exchanges(2), [torch.tensor(each) for each in sent]
+    sources = [[torch.randn(int(each.sum()), width)] for each in counts]
+    received = send(ranks, counts, sources, 40)
+    for rank, mine in enumerate(received):
+        right, _ = expected(counts, [each[0] for each in sources], rank)
+        assert torch.equal(mine.tensors[0][: len(right)].cpu(), right)
+    for source, back in zip(sources, send_back(ranks, received, sources), strict=True):
+        assert torch.equal(back[0].cpu(), source[0])
+
+
 @pytest.mark.in_turn
 @given(st.data())
 def test_rows_go_to_their_experts_and_come_back(data: st.DataObject) -> None:

@@ -60,6 +60,21 @@ def test_triton_is_the_reference_bit_for_bit(tokens: int, top_k: int, features: 
         assert torch.equal(out.cpu(), expected)
 
 
+def test_features_of_several_programs(monkeypatch: pytest.MonkeyPatch):
+    """As of more than 2,048: the last program has fewer than its block."""
+    triton_kernels = pytest.importorskip(
+        "maingrad.kernels.permutation.triton_kernels", reason="Triton is not installed"
+    )
+    monkeypatch.setattr(triton_kernels, "_MAX_BLOCK", 4)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    ids, x = row_ids(2, 3).to(device), torch.randn(2, 11, device=device)
+    rows, summed = torch.full((6, 11), torch.nan, device=device), torch.full((2, 11), torch.nan, device=device)
+    triton_kernels.permute_triton(x, ids, rows, inverse=False)
+    assert torch.equal(rows[ids], x[:, None].expand(2, 3, 11))
+    triton_kernels.permute_triton(rows, ids, summed, inverse=True)
+    assert torch.equal(summed, x + x + x)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("features", [1, 100, 2048, 7168])
@@ -97,5 +112,8 @@ def test_what_does_not_fit_is_refused():
         unpermute_rows(torch.randn(9, 3), ids)
     with pytest.raises(ValueError, match=r"int32 or int64 on cpu; got torch.int16"):
         permute_rows(x, ids.short())
-    with pytest.raises(ValueError, match="needs two dims"):
-        permute_rows(x, ids[:, :0])
+    with pytest.raises(ValueError, match=r"int32 or int64 on cpu; got torch.int64 on meta"):
+        permute_rows(x, ids.to("meta"))
+    for wrong, map_ in ((x, ids[:, :0]), (x[:, None], ids), (x, ids[:, 0]), (x, ids[..., None]), (x[:, 0], ids)):
+        with pytest.raises(ValueError, match="needs two dims"):
+            permute_rows(wrong, map_)
