@@ -62,6 +62,11 @@ CASES: list[tuple[Any, tuple[Any, ...], Callable[[], Tensor]]] = [
         (DY.bfloat16(), list(BIASES), OFFSETS),
         lambda: kernels.grouped_scale_grad(DY.bfloat16(), BIASES, OFFSETS),
     ),
+    (
+        operators.grouped_scale_grad_op,
+        (DY.double(), [BIASES.double()], OFFSETS),
+        lambda: kernels.grouped_scale_grad(DY.double(), BIASES.double(), OFFSETS),
+    ),
     (operators.permute_rows_op, (TOKENS, IDS), lambda: kernels.permute_rows(TOKENS, IDS)),
     (operators.unpermute_rows_op, (ROWS, IDS), lambda: kernels.unpermute_rows(ROWS, IDS)),
 ]

@@ -111,6 +111,15 @@ def test_a_far_shape_serves_nothing() -> None:
     assert nearest(GPU, BASE, (row(sized(64, 32 * 32768, 2048, 2048)),)) is None
 
 
+@pytest.mark.parametrize("op", ["wgrad_accumulate", "wgrad_overwrite"])
+def test_of_dense_products_only_a_near_shape_serves(op: str) -> None:
+    """cuBLAS, their default, is good everywhere."""
+    dense = sized(1, 1024, 4096, 4096, op=op)
+    assert nearest(GPU, dense, (row(dense._replace(rows=1448)),)) is not None  # half a power of two
+    for sizes in ({"rows": 1449}, {"rows": 1300, "n": 3500}):
+        assert nearest(GPU, dense, (row(dense._replace(**sizes)),)) is None
+
+
 # ---- The file. ----
 
 
@@ -136,7 +145,12 @@ def test_a_table_without_rows_has_none() -> None:
         ),
         pytest.param(HEADER + line(BASE, ms="fast"), "here, line 2: could not convert.*fast", id="a time that is none"),
         pytest.param(HEADER + f"{GPU},{OP}\n", "here, line 2", id="a line that ends early"),
-        pytest.param(HEADER + line(sized(0, 8, 8, 8)), "line 2: sizes and ms must be positive", id="no experts"),
+        *(
+            pytest.param(
+                HEADER + line(BASE._replace(**{name: size})), "line 2: sizes and ms must be positive", id=f"{size} {name}"
+            )
+            for name, size in (("experts", 0), ("rows", 0), ("n", -1), ("k", 0))
+        ),
         pytest.param(HEADER + line(BASE, ms="0"), "line 2: sizes and ms must be positive", id="no time"),
         pytest.param(HEADER + line(BASE, ms="nan"), "line 2: sizes and ms must be positive", id="NaN for a time"),
         pytest.param(HEADER + line(BASE, config=""), "config must not be empty", id="no config"),
@@ -225,5 +239,9 @@ def test_every_shipped_row_is_a_configuration_of_its_kernel() -> None:
             kinds[each.problem.op](**config)
 
 
-def test_a_device_without_a_gpu_has_a_name_of_its_own() -> None:
+def test_a_device_without_a_gpu_has_a_name_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gpu_name(torch.device("cpu")) == "none"
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"a GPU of kind {device.index}")
+    for index in (1, 0):  # in one host they may differ
+        assert gpu_name(torch.device("cuda", index)) == f"a GPU of kind {index}"
+    gpu_name.cache_clear()
