@@ -153,7 +153,7 @@ def test_fp64_stays_fp64(terms: LossTerms) -> None:
 @pytest.mark.parametrize("in_part", [False, True])
 @pytest.mark.parametrize("device", LAUNCHER_DEVICES)
 def test_a_target_out_of_range_is_seen(device: str, in_part: bool) -> None:
-    """NaN of a kernel, which reads nothing there, and an error of the reference. V is no class, or one of the others'."""
+    """NaN of a kernel, which reads nothing there, and an error of the reference. V is no class, or one elsewhere."""
     terms = LossTerms(in_part=in_part)
     memory = torch.randn(7, 5, device=device)
     targets = torch.tensor([-1, 5, 6, -101, -100], device=device)

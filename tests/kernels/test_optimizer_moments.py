@@ -3,10 +3,17 @@
 import pytest
 import torch
 from torch import Tensor
+from triton_devices import LAUNCHER_DEVICES
 
 from maingrad.kernels.optimizer.adamw import AdamUpdate
 from maingrad.kernels.optimizer.eight_bits import code_table, dequantize_moment, quantize_moment
-from maingrad.kernels.optimizer.reference import AdamOptions, UpdateRow, random_bits, round_stochastically
+from maingrad.kernels.optimizer.reference import (
+    AdamOptions,
+    UpdateRow,
+    random_bits,
+    round_stochastically,
+    update_reference,
+)
 
 CPU = torch.device("cpu")
 
@@ -182,6 +189,31 @@ def test_a_scale_has_the_sign_of_its_largest_element() -> None:
     assert scales.tolist() == [2.0, 2.0, -3.0, -1.0, 0.0] and not scales[4].signbit()
     largest = [codes[256 * block + place].item() for block, place in ((0, 3), (1, 9), (2, 5), (3, 0))]
     assert largest == [128] * 4, "the code of 1"
+
+
+@pytest.mark.parametrize("device", LAUNCHER_DEVICES)
+@pytest.mark.parametrize("size", [1.0, 3e-20])
+def test_kernels_have_the_references_codes_of_small_moments_and_of_equal_ones(device: str, size: float) -> None:
+    """Squares of 1e-39 and less, whose scales have no finite reciprocal; and largest elements of either sign."""
+    pytest.importorskip("triton", reason="the launch is Triton's")
+    from maingrad.kernels.optimizer.triton_update import TritonUpdate
+
+    grad = size * torch.tensor([-1.0, 1.0, 0.5, -0.25]).repeat(150)
+    grad[256:512] *= -1.0
+    rows = []
+    for _ in range(2):
+        moments = [torch.zeros(600, dtype=torch.uint8, device=device) for _ in range(2)]
+        scales = [torch.zeros(3, device=device) for _ in range(2)]
+        step, master = torch.zeros((), device=device), torch.ones(600, device=device)
+        rows.append(UpdateRow(grad.to(device), *moments, step, master, None, None, *scales))
+    options = [AdamOptions(1e-3, 0.9, 0.999, 1e-30, 0.0)]
+    for _ in range(2):
+        TritonUpdate(rows[:1], "adamw", False)(options, None, None)
+        update_reference(rows[1:], options)
+    for mine, wanted in zip(rows[0], rows[1], strict=True):
+        assert not isinstance(mine, Tensor) or torch.equal(mine, wanted)
+    assert (rows[0].exp_avg_scale > 0).all() and rows[0].exp_avg_scale.isfinite().all()
+    assert (rows[0].exp_avg_sq > 0).all()
 
 
 @pytest.mark.in_turn

@@ -42,7 +42,7 @@ def on_triton(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     if device == "cpu":
         monkeypatch.setattr(form, "runs_on_triton", lambda *_: True)
         for name in ("_GRAM", "_POLYNOMIAL", "_FULL"):
-            monkeypatch.setattr(product_triton, name, ProductConfig(32, 32, 32, 4, 2))
+            monkeypatch.setattr(product_triton, name, ProductConfig(32, 32, 32, 4, 2, group=2))
     with nan_filled_memory():
         yield device
 
@@ -154,14 +154,14 @@ def test_full_products(rows: int, contracted: int, columns: int, on_triton: str)
 @pytest.mark.parametrize(("momentum", "nesterov"), [(0.95, True), (0.3, True), (0.95, False)])
 def test_passes_over_elements(momentum: float, nesterov: bool, on_triton: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As torch's operations, on each matrix of a stack; versions rise; what lies between matrices stays."""
-    held = [drawn(2, 12, 500).add(number).to(on_triton) for number in range(3)]
+    held = [drawn(2, 12, 900).add(number).to(on_triton) for number in range(3)]  # 4,500 elements: two programs
     expected = [each.clone() for each in held]
-    orthogonal = drawn(2, 5, 500).half().to(on_triton)
+    orthogonal = drawn(2, 5, 900).half().to(on_triton)
     launched = []
 
     def step(memory: list[Tensor]) -> list[Tensor]:
         buffer, grad, param = (each[:, 3:8] for each in memory)
-        update = buffer.new_empty(2, 5, 500)
+        update = buffer.new_empty(2, 5, 900)
         versions = [each._version for each in (buffer, update, param)]
         elements.update_momentum(buffer, grad, update, momentum, nesterov=nesterov)
         elements.apply_update(param, orthogonal, 0.25, 0.1, 1.5)
@@ -182,6 +182,25 @@ def test_passes_over_elements(momentum: float, nesterov: bool, on_triton: str, m
     bound = 1e-6 if on_triton == "cpu" else 0.0  # the interpreter's fma rounds twice
     for mine, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(mine, other, rtol=bound, atol=bound)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_rate_in_a_tensor_is_the_rate(dtype: torch.dtype) -> None:
+    param, orthogonal = drawn(5, 8).to(dtype), drawn(5, 8).flip(0)
+    other, expected = param.clone(), 0.975 * param.double() - 0.375 * orthogonal.double()
+    elements.apply_update(param, orthogonal, 0.25, 0.1, 1.5)
+    elements.apply_update(other, orthogonal, torch.tensor(0.25), 0.1, 1.5)
+    for found in (param, other):
+        bound = 4 * torch.finfo(dtype).eps if dtype is not torch.float64 else 1e-7
+        torch.testing.assert_close(found.double(), expected, rtol=bound, atol=2 * bound)
+
+
+def test_matrices_of_tiny_norms_stay_finite() -> None:
+    """As the momentum of a matrix whose gradient has become zero: below 2^-112 they count as they are."""
+    matrices = drawn(2, 4, 6) * torch.tensor([2.0**-130, 1.0])[:, None, None]
+    found = form.orthogonalize(matrices)
+    assert found.isfinite().all() and found[0].abs().max() < 2.0**-110
+    assert torch.equal(found[1], form.orthogonalize(matrices[1]))
 
 
 def test_long_matrices_take_the_gram_form(monkeypatch: pytest.MonkeyPatch) -> None:

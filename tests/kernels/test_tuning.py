@@ -147,7 +147,9 @@ def test_a_table_without_rows_has_none() -> None:
         pytest.param(HEADER + f"{GPU},{OP}\n", "here, line 2", id="a line that ends early"),
         *(
             pytest.param(
-                HEADER + line(BASE._replace(**{name: size})), "line 2: sizes and ms must be positive", id=f"{size} {name}"
+                HEADER + line(BASE._replace(**{name: size})),
+                "line 2: sizes and ms must be positive",
+                id=f"{size} {name}",
             )
             for name, size in (("experts", 0), ("rows", 0), ("n", -1), ("k", 0))
         ),
