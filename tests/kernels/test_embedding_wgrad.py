@@ -149,6 +149,22 @@ def test_features_of_several_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(main_grad, torch.stack((dy[:20].sum(0), dy[20:40].sum(0), dy[40])))
 
 
+def test_rows_of_an_id_are_added_in_the_order_of_their_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a sort that need not be stable turns equal ids round, as a GPU's may."""
+    sort = torch.sort
+
+    def turned(ids: Tensor, *, stable: bool = False) -> tuple[Tensor, Tensor]:
+        found, order = sort(ids if stable else ids.flip(0), stable=True)
+        return found, order if stable else len(ids) - 1 - order
+
+    monkeypatch.setattr(torch, "sort", turned)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dy = torch.tensor([[1.0], [5.0], [2.0**30], [-(2.0**30)]], device=device)
+    main_grad = torch.zeros(2, 1, device=device)
+    triton(dy, torch.tensor([1, 0, 1, 1], dtype=torch.int32, device=device), main_grad, overwrite=False)
+    assert main_grad.flatten().tolist() == [5.0, 0.0], "1 is lost beside 2^30"
+
+
 def test_half_precision_is_summed_in_fp32() -> None:
     dy = torch.tensor([[256.0], [1.0], [-256.0]]).bfloat16()
     for run in (triton, embedding_wgrad_accumulate):
@@ -156,6 +172,13 @@ def test_half_precision_is_summed_in_fp32() -> None:
         main_grad = torch.zeros(1, 1, device=device)
         run(dy.to(device), torch.zeros(3, dtype=torch.int32, device=device), main_grad, overwrite=False)
         assert main_grad.item() == 1.0
+
+
+def test_an_accumulator_in_fp64_takes_sums_in_fp64() -> None:
+    main_grad = torch.zeros(1, 1, dtype=torch.float64)
+    dy = torch.tensor([[2.0**30], [1.0]])
+    embedding_wgrad_accumulate(dy, torch.zeros(2, dtype=torch.int64), main_grad)
+    assert main_grad.item() == 2.0**30 + 1
 
 
 def test_what_does_not_fit_is_refused() -> None:

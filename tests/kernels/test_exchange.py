@@ -160,6 +160,8 @@ def test_rows_behind_the_bound_are_dropped_and_come_back_as_zeros() -> None:
     first, second = send_back(ranks, received, sources)
     assert first[0][:, 0].tolist() == [1, 2, 3, 4, 0, 6]
     assert second[0][:, 0].tolist() == [11, 12, 0, 0, 0, 0]
+    send(ranks, counts, sources, 7)
+    assert [int(each.num_dropped) for each in ranks] == [9, 0], "of all exchanges so far"
 
 
 def test_a_rank_may_be_an_exchange_ahead() -> None:

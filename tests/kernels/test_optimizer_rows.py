@@ -32,6 +32,8 @@ def test_rows_that_do_not_fit_are_refused() -> None:
         (row._replace(exp_avg_sq=row.exp_avg_sq.half()), TypeError, "exp_avg_sq of row 0"),
         (row._replace(param=row.param.float()), TypeError, "param of row 0"),
         (row._replace(step=torch.zeros(1)), ValueError, "step of row 0"),
+        (row._replace(step=torch.zeros((), device="meta")), ValueError, "step of row 0"),
+        (bits._replace(exp_avg_sq_scale=bits.exp_avg_sq_scale[:2]), ValueError, "exp_avg_sq_scale of row 0"),
         (row._replace(master=None), ValueError, "a master, or with a param and its remainder"),
         (row._replace(remainder=bits.remainder), ValueError, "a master and a remainder"),
         (bits._replace(param=bits.param.half()), TypeError, "param of row 0"),

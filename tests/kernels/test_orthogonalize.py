@@ -92,9 +92,22 @@ def test_bits_depend_on_no_other_matrix_and_no_power_of_two(on_triton: str) -> N
         assert others[0].isnan().all() and not others[2].any()
 
 
+@pytest.mark.parametrize("on_triton", LAUNCHER_DEVICES, indirect=True)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_matrices_of_other_dtypes(dtype: torch.dtype, on_triton: str) -> None:
+    """In ranges that fp16 lacks; one matrix by itself, and by steps that are not the default."""
+    matrix, steps = drawn(24, 64).to(on_triton, dtype) * 1e-12, COEFFICIENTS["polar_express"][:2]
+    found = form.orthogonalize(matrix, steps)
+    assert found.dtype is torch.float16 and error(found, exact(matrix.cpu(), steps)) < 0.015
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_reference(shape: tuple[int, ...]) -> None:
     matrices = drawn(*shape)
+    for each in (matrices, matrices[0]):
+        before = each.clone()
+        assert error(form.orthogonalize(each, SIMPLE[:2]), exact(each, SIMPLE[:2])) < 1e-5
+        assert torch.equal(each, before), "not changed"
     assert error(form.orthogonalize(matrices), exact(matrices, SIMPLE)) < 1e-5
     assert error(newton_schulz_reference(matrices.double(), SIMPLE, torch.float64), exact(matrices, SIMPLE)) < 1e-12
 
@@ -214,8 +227,9 @@ def test_long_matrices_take_the_gram_form(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_refusals() -> None:
-    with pytest.raises(ValueError, match="matrices"):
-        form.orthogonalize(torch.zeros(4))
+    for shape in ((4,), (2, 2, 4, 4)):
+        with pytest.raises(ValueError, match="matrices"):
+            form.orthogonalize(torch.zeros(shape))
     with pytest.raises(ValueError, match="step"):
         form.orthogonalize(torch.zeros(4, 4), ())
     assert form.orthogonalize(torch.zeros(0, 4, 4)).shape == (0, 4, 4)
