@@ -1,5 +1,6 @@
 """Rows of optimizers: which are refused, how steps and options are theirs, and what the launches are told of them."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -124,3 +125,18 @@ def test_kernels_are_told_of_one_tensor_that_begins_between_16_bytes(name: str) 
         begun = memory[off : off + 600]
         [(*_, aligned)] = triton_update._chunks_by_form([row._replace(**{name: begun})])
         assert aligned is (off == 0)
+
+
+def test_captured_calls_keep_their_options_and_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay writes a captured call's numbers again: neither later calls nor other captured ones may share them."""
+    triton_update = pytest.importorskip("maingrad.kernels.optimizer.triton_update", reason="the launches are Triton's")
+    update, capturing = triton_update.TritonUpdate([row_of()], "adamw", False), [False]
+    update._device = SimpleNamespace(type="cuda")  # a GPU in words: numbers stay where they are
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    found = []
+    for capturing[0], lr in ((False, 0.5), (True, 0.25), (True, 0.125), (False, 0.5), (False, 2.0), (True, 2.0)):
+        found.append(update._upload([OPTIONS._replace(lr=lr)]))
+        assert found[-1].tolist() == torch.tensor([[lr, *OPTIONS[1:]]]).tolist()
+    assert found[0] is found[3] is found[4]
+    assert [each[0, 0].item() for each in found] == [2.0, 0.25, 0.125, 2.0, 2.0, 2.0]
+    assert len({each.data_ptr() for each in found}) == 4
