@@ -63,18 +63,22 @@ def places(exchange: Any, num_experts: int, tensors: list[Tensor], most_sent: in
 
 def send(ranks: list[Any], counts: list[Tensor], sources: list[list[Tensor]], most_rows: int) -> list[Received]:
     num_experts, most_sent = len(counts[0]), max(len(rows) for tensors in sources for rows in tensors)
-    received = []
+    received, behind = [], []
     for rank, tensors in enumerate(sources):
         plan = torch.full((2 * num_experts + 1,), -1, dtype=torch.int32, device=DEVICE)
         for place, source in zip(places(ranks[rank], num_experts, tensors, most_sent), tensors, strict=True):
             copy(source.to(DEVICE), place, plan, routed=False, write=True)
-        splits = torch.full((num_experts // len(ranks),), -1, device=DEVICE)
-        rows = [torch.full((most_rows, *each.shape[1:]), 77, dtype=each.dtype, device=DEVICE) for each in tensors]
-        received.append(Received(plan, splits, rows))
+        own = num_experts // len(ranks)
+        splits = torch.full((own + 1,), -1, device=DEVICE)
+        rows = [torch.full((most_rows + 1, *each.shape[1:]), 77, dtype=each.dtype, device=DEVICE) for each in tensors]
+        behind.append([each[-1] for each in (splits, *rows)])
+        received.append(Received(plan, splits[:own], [each[:most_rows] for each in rows]))
     meet(ranks, counts, received, most_rows)
     for exchange, mine in zip(ranks, received, strict=True):
         for place, rows in zip(places(exchange, num_experts, mine.tensors, most_sent), mine.tensors, strict=True):
             copy(rows, place, mine.plan, routed=True, write=False)
+    for splits, *tensors in behind:
+        assert splits == -1 and all((each == 77).all() for each in tensors), "what lies behind stays"
     return received
 
 

@@ -55,10 +55,12 @@ def test_triton_is_the_reference_bit_for_bit(tokens: int, top_k: int, features: 
         (False, permute_rows_reference, x, tokens * top_k),
         (True, unpermute_rows_reference, rows, tokens),
     ):
-        expected, out = poisoned(length, features, dtype=dtype), poisoned(length, features, dtype=dtype).to(device)
+        expected, memory = (poisoned(rows_of, features, dtype=dtype) for rows_of in (length, length + 1))
         reference(source, ids, expected)
-        triton_kernels.permute_triton(source.to(device), ids.to(device), out, inverse=inverse)
-        assert torch.equal(out.cpu(), expected)
+        memory = memory.to(device)
+        triton_kernels.permute_triton(source.to(device), ids.to(device), memory[:length], inverse=inverse)
+        assert torch.equal(memory[:length].cpu(), expected)
+        assert memory[length].isnan().all(), "what lies behind stays"
 
 
 def test_features_of_several_programs(monkeypatch: pytest.MonkeyPatch):

@@ -138,10 +138,12 @@ def test_symmetric_products(rows: int, on_triton: str) -> None:
     a = padded(drawn(2, rows, 48), on_triton)
     tall = padded(a.mT, on_triton)
     addend = drawn(2, rows, rows)
-    addend = padded(addend + addend.mT, on_triton)
+    like_out = padded(torch.zeros(2, rows, rows + 8), on_triton)[:, :, :rows]
+    addend = like_out.copy_(addend + addend.mT)
     eye = 3.0 * torch.eye(rows, dtype=torch.float64, device=on_triton)
     for given, is_tall in ((a, False), (tall, True)):
-        out = padded(torch.zeros(2, rows, rows), on_triton)
+        memory = padded(torch.full((3, rows, rows + 8), 7.0), on_triton)  # a matrix and columns that stay
+        out = memory[:2, :, :rows]
         for number in (None, 3.0):
             symmetric_product(given, given, out, tall=is_tall, alpha=0.5, beta=2.0, addend=addend, diagonal=number)
             wanted = 0.5 * (a.double() @ a.double().mT) + 2.0 * addend.double() + (0.0 if number is None else eye)
@@ -149,6 +151,7 @@ def test_symmetric_products(rows: int, on_triton: str) -> None:
             torch.testing.assert_close(out.double(), wanted, rtol=2e-3, atol=2e-2)
         symmetric_product(given, given, out, tall=is_tall)
         torch.testing.assert_close(out.double(), a.double() @ a.double().mT, rtol=2e-3, atol=2e-2)
+        assert (memory[2] == 7.0).all() and (memory[:2, :, rows : rows + 8] == 7.0).all()
 
 
 @pytest.mark.parametrize("on_triton", LAUNCHER_DEVICES, indirect=True)
