@@ -587,24 +587,3 @@ def test_masters_that_are_parameters() -> None:
     param = torch.nn.Parameter(row.master)
     AdamUpdate([row._replace(master=param)])(OPTIONS)
     assert param.is_leaf and torch.equal(param, row.master) and row.step == 4
-
-
-@pytest.mark.parametrize("nesterov", [False, True])
-@pytest.mark.parametrize("dampening", [0.0, 0.25])
-def test_steps_of_torchs_sgd_on_a_cpu(dampening: float, nesterov: bool) -> None:
-    """The first step of a momentum buffer is not dampened."""
-    if nesterov and dampening:
-        pytest.skip("torch refuses Nesterov's with dampening")
-    options = SGDOptions(0.1, 0.9, dampening, nesterov, 0.1)
-    generator = torch.Generator().manual_seed(0)
-    param = torch.nn.Parameter(torch.randn(100, generator=generator))
-    theirs = torch.optim.SGD([param], **options._asdict())
-    row = UpdateRow(torch.empty(100), torch.zeros(100), None, torch.zeros(()), master=param.detach().clone())
-    ours = SGDUpdate([row])
-    for _ in range(3):
-        row.grad.normal_(generator=generator)
-        param.grad = row.grad.clone()
-        theirs.step()
-        ours([options])
-        torch.testing.assert_close(row.master, param.detach())
-    torch.testing.assert_close(row.exp_avg, theirs.state[param]["momentum_buffer"])

@@ -104,6 +104,27 @@ def test_to_maximize_is_to_minimize_the_opposite(make: type[Any], options: Any) 
     assert torch.equal(*stepped) and not torch.equal(stepped[0], start)
 
 
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("dampening", [0.0, 0.25])
+def test_steps_of_torchs_sgd_on_a_cpu(dampening: float, nesterov: bool) -> None:
+    """The first step of a momentum buffer is not dampened."""
+    if nesterov and dampening:
+        pytest.skip("torch refuses Nesterov's with dampening")
+    options = SGDOptions(0.1, 0.9, dampening, nesterov, 0.1)
+    generator = torch.Generator().manual_seed(0)
+    param = torch.nn.Parameter(torch.randn(100, generator=generator))
+    theirs = torch.optim.SGD([param], **options._asdict())
+    row = UpdateRow(torch.empty(100), torch.zeros(100), None, torch.zeros(()), master=param.detach().clone())
+    ours = SGDUpdate([row])
+    for _ in range(3):
+        row.grad.normal_(generator=generator)
+        param.grad = row.grad.clone()
+        theirs.step()
+        ours([options])
+        torch.testing.assert_close(row.master, param.detach())
+    torch.testing.assert_close(row.exp_avg, theirs.state[param]["momentum_buffer"])
+
+
 def test_rows_of_one_step_may_have_views_of_it() -> None:
     """As of one tensor of all steps."""
     steps = torch.tensor([3.0, 8.0])
