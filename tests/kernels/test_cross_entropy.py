@@ -124,6 +124,19 @@ def test_targets_and_gradients_of_any_strides(run: object, device: str) -> None:
         assert torch.equal(one, each) and torch.equal(found[0], expected[0])
 
 
+@pytest.mark.parametrize("run", [cross_entropy_in_place, cross_entropy_triton])
+@pytest.mark.parametrize("device", LAUNCHER_DEVICES)
+def test_logits_far_from_0_on_either_side(run: object, device: str) -> None:
+    """What all logits have more changes no loss: exponentials of differences alone are taken."""
+    assert callable(run)
+    logits, targets, _ = operands(4, 33, torch.float32, device)
+    expected, lse = run(logits, targets, LossTerms())
+    for shift in (-500.0, 500.0):
+        losses, shifted = run(logits + shift, targets, LossTerms())
+        torch.testing.assert_close(losses, expected, rtol=0, atol=2e-4)
+        torch.testing.assert_close(shifted, lse + shift, rtol=0, atol=2e-4)
+
+
 @pytest.mark.parametrize("terms", [LossTerms(), LossTerms(3, 0.2, 0.05, 1.7, 0.6)], ids=str)
 def test_fp64_stays_fp64(terms: LossTerms) -> None:
     """Logits, and a head with all of its gradients; the reference runs."""

@@ -195,6 +195,10 @@ def test_the_table_that_was_loaded_last_comes_first(tmp_path: Path, monkeypatch:
         (tmp_path / "mine.csv").write_text(HEADER + line(BASE, f"num_warps={warps}"))
         load_tuning_table(str(tmp_path / "mine.csv"))
         assert tuned_config(GPU, BASE) == {"num_warps": int(warps)}
+    dense = sized(1, 2048, 4096, 4096, op="wgrad_accumulate")
+    (tmp_path / "other.csv").write_text(HEADER + line(dense, CUBLAS))
+    load_tuning_table(tmp_path / "other.csv")
+    assert (tuned_config(GPU, BASE), tuned_config(GPU, dense)) == ({"num_warps": 4}, CUBLAS), "both tables serve"
 
 
 @pytest.mark.usefixtures("nothing_loaded_stays")
