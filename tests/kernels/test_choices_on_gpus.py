@@ -572,7 +572,13 @@ def test_passes_of_muon_that_have_kernels(gpu: Gpu) -> None:
         (single, half, torch.ones((), device="cuda")),
     ):
         elements.apply_update(param, orthogonal, lr, 0.1, 3.0)
-    elements.update_momentum(bf16, bf16, bf16.clone(), 0.9, nesterov=False)
+    for buffer, grad, update in (
+        (bf16, bf16, bf16.clone()),
+        (wide, single, single.clone()),
+        (single, wide, single.clone()),
+        (single, single, wide),
+    ):
+        elements.update_momentum(buffer, grad, update, 0.9, nesterov=False)
     assert not gpu.ran
 
 

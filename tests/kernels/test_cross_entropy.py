@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from triton_devices import LAUNCHER_DTYPES, nan_filled_memory
+from triton_devices import LAUNCHER_DEVICES, LAUNCHER_DTYPES, nan_filled_memory
 
 from maingrad.kernels.cross_entropy.chunks import Head, head_grads, head_losses
 from maingrad.kernels.cross_entropy.cross_entropy import cross_entropy_in_place
@@ -82,12 +82,71 @@ def test_against_fp64(run: object, device: str, dtype: torch.dtype, terms: LossT
         torch.testing.assert_close(logits.double(), gradient, rtol=eps, atol=2e-5 * float(grads.abs().max()))
 
 
-def test_a_gradient_for_all_tokens_has_no_memory_of_its_own() -> None:
-    logits, targets, _ = operands(4, 33, torch.float32, "cpu")
-    one, each = logits.clone(), logits.clone()
-    cross_entropy_in_place(one, targets, LossTerms(), grads=torch.tensor(0.25).expand(4))
-    cross_entropy_in_place(each, targets, LossTerms(), grads=torch.full((4,), 0.25))
-    assert torch.equal(one, each)
+@pytest.mark.parametrize("run", [cross_entropy_in_place, cross_entropy_triton])
+@pytest.mark.parametrize("device", LAUNCHER_DEVICES)
+def test_targets_and_gradients_of_any_strides(run: object, device: str) -> None:
+    """One gradient for all tokens, as of a mean, has no memory of its own; targets may be a column of theirs."""
+    assert callable(run)
+    logits, targets, grads = operands(4, 33, torch.float32, device)
+    apart = torch.full((4, 2), 7, device=device)
+    apart[:, 0] = targets
+    for given in (torch.tensor(0.25, device=device).expand(4), grads.repeat_interleave(2)[::2]):
+        one, each = logits.clone(), logits.clone()
+        found = run(one, apart[:, 0], LossTerms(), grads=given)
+        expected = run(each, targets, LossTerms(), grads=given.contiguous())
+        assert torch.equal(one, each) and torch.equal(found[0], expected[0])
+
+
+@pytest.mark.parametrize("run", [cross_entropy_in_place, cross_entropy_triton])
+@pytest.mark.parametrize("device", LAUNCHER_DEVICES)
+def test_logits_far_from_0_on_either_side(run: object, device: str) -> None:
+    """What all logits have more changes no loss: exponentials of differences alone are taken."""
+    assert callable(run)
+    logits, targets, _ = operands(4, 33, torch.float32, device)
+    expected, lse = run(logits, targets, LossTerms())
+    for shift in (-500.0, 500.0):
+        losses, shifted = run(logits + shift, targets, LossTerms())
+        torch.testing.assert_close(losses, expected, rtol=0, atol=2e-4)
+        torch.testing.assert_close(shifted, lse + shift, rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize("terms", [LossTerms(), LossTerms(3, 0.2, 0.05, 1.7, 0.6)], ids=str)
+def test_fp64_stays_fp64(terms: LossTerms) -> None:
+    """Logits, and a head with all of its gradients; the reference runs."""
+    logits, targets, grads = operands(4, 33, torch.float64, "cpu")
+    targets, grads = valid(targets, terms), grads.double()
+    found, gradient = cross_entropy_in_place(logits.clone(), targets, terms), logits.clone()
+    cross_entropy_in_place(gradient, targets, terms, lse=found[1], grads=grads)
+    for mine, wanted in zip((*found, gradient), exact(logits, targets, grads, terms), strict=True):
+        torch.testing.assert_close(mine, wanted, rtol=1e-13, atol=1e-13)
+    draws = torch.Generator().manual_seed(0)
+    hidden, weight, bias = (torch.randn(*shape, generator=draws).double() for shape in ((4, 5), (33, 5), (33,)))
+    head = Head(hidden, weight, bias, targets, terms, 3)
+    leaves = [each.clone().requires_grad_() for each in (hidden, weight, bias)]
+    losses, lse, gradient = exact(F.linear(*leaves).detach(), targets, grads, terms)
+    F.linear(*leaves).backward(gradient)
+    main_grad = torch.zeros_like(weight)
+    known = head_losses(head)
+    made = head_grads(head, grads, None, needs_bias=True, main_grad=main_grad)
+    assert made.losses is not None and made.bias is not None and made.hidden is not None
+    for mine, wanted in (
+        (known[0], losses), (known[1], lse), (made.losses, losses), (made.hidden, leaves[0].grad),
+        (main_grad, leaves[1].grad), (made.bias, leaves[2].grad),
+    ):  # fmt: skip
+        torch.testing.assert_close(mine, wanted, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("device", LAUNCHER_DEVICES)
+def test_a_target_out_of_range_is_seen(device: str) -> None:
+    """NaN of a kernel, which reads nothing there, and an error of the reference."""
+    memory = torch.randn(7, 5, device=device)
+    targets = torch.tensor([-1, 5, 6, -101, -100], device=device)
+    losses, _ = cross_entropy_triton(memory[1:6], targets, LossTerms())
+    assert losses is not None
+    assert losses.isnan().tolist() == [True, True, True, True, False] and losses[4] == 0
+    for target in (-1, 5, 6):
+        with pytest.raises(RuntimeError, match="out of bounds"):
+            cross_entropy_in_place(memory[1:2].cpu(), torch.tensor([target]), LossTerms())
 
 
 def test_logits_of_ignored_tokens_may_be_anything() -> None:

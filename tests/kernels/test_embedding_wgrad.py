@@ -119,6 +119,52 @@ def test_an_id_may_end_where_a_chunk_ends() -> None:
     assert torch.equal(main_grad.cpu(), torch.tensor([0.0, 32.0, 16.0])[:, None].expand(3, 4))
 
 
+@pytest.mark.parametrize("form", ["by columns", "each second column", "one row for all", "each second row"])
+@pytest.mark.parametrize("runs_triton", [True, False], ids=["triton", "as called"])
+def test_gradients_and_ids_of_any_strides(runs_triton: bool, form: str) -> None:
+    """As from a transposed output, or from a sum's ``expand``; ids are each second one of a longer tensor."""
+    device = "cuda" if torch.cuda.is_available() and runs_triton else "cpu"
+    dy = {
+        "by columns": torch.arange(20.0).view(4, 5).t(),
+        "each second column": torch.arange(40.0).view(5, 8)[:, ::2],
+        "one row for all": torch.arange(4.0).expand(5, 4),
+        "each second row": torch.arange(40.0).view(10, 4)[::2],
+    }[form].to(device)
+    ids = torch.tensor([1, 0, 0, 0, 1, 0, 2, 0, 1, 0], dtype=torch.int32, device=device)[::2]
+    main_grad = torch.ones(3, 4, device=device)
+    (triton if runs_triton else embedding_wgrad_accumulate)(dy, ids, main_grad, overwrite=False)
+    expected = torch.stack((dy[1], dy[0] + dy[2] + dy[4], dy[3])) + 1
+    assert torch.equal(main_grad, expected)
+
+
+def test_features_of_several_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of more than 1,024 features, or of 256 for the parts of sums: the last program has fewer than its block."""
+    module = pytest.importorskip("maingrad.kernels.permutation.embedding_triton", reason="Triton is not installed")
+    monkeypatch.setattr(module, "_BLOCK_OF_PARTS", 4)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    ids = torch.tensor([0] * 20 + [1] * 20 + [2], dtype=torch.int32, device=device)
+    dy = torch.randint(-3, 4, (41, 11)).float().to(device)
+    main_grad = torch.full((3, 11), torch.nan, device=device)
+    module.embedding_wgrad_triton(dy, ids, main_grad, overwrite=True, block=4)
+    assert torch.equal(main_grad, torch.stack((dy[:20].sum(0), dy[20:40].sum(0), dy[40])))
+
+
+def test_rows_of_an_id_are_added_in_the_order_of_their_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a sort that need not be stable turns equal ids round, as a GPU's may."""
+    sort = torch.sort
+
+    def turned(ids: Tensor, *, stable: bool = False) -> tuple[Tensor, Tensor]:
+        found, order = sort(ids if stable else ids.flip(0), stable=True)
+        return found, order if stable else len(ids) - 1 - order
+
+    monkeypatch.setattr(torch, "sort", turned)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dy = torch.tensor([[1.0], [5.0], [2.0**30], [-(2.0**30)]], device=device)
+    main_grad = torch.zeros(2, 1, device=device)
+    triton(dy, torch.tensor([1, 0, 1, 1], dtype=torch.int32, device=device), main_grad, overwrite=False)
+    assert main_grad.flatten().tolist() == [5.0, 0.0], "1 is lost beside 2^30"
+
+
 def test_half_precision_is_summed_in_fp32() -> None:
     dy = torch.tensor([[256.0], [1.0], [-256.0]]).bfloat16()
     for run in (triton, embedding_wgrad_accumulate):
@@ -126,6 +172,13 @@ def test_half_precision_is_summed_in_fp32() -> None:
         main_grad = torch.zeros(1, 1, device=device)
         run(dy.to(device), torch.zeros(3, dtype=torch.int32, device=device), main_grad, overwrite=False)
         assert main_grad.item() == 1.0
+
+
+def test_an_accumulator_in_fp64_takes_sums_in_fp64() -> None:
+    main_grad = torch.zeros(1, 1, dtype=torch.float64)
+    dy = torch.tensor([[2.0**30], [1.0]])
+    embedding_wgrad_accumulate(dy, torch.zeros(2, dtype=torch.int64), main_grad)
+    assert main_grad.item() == 2.0**30 + 1
 
 
 def test_what_does_not_fit_is_refused() -> None:

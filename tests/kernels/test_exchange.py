@@ -63,18 +63,22 @@ def places(exchange: Any, num_experts: int, tensors: list[Tensor], most_sent: in
 
 def send(ranks: list[Any], counts: list[Tensor], sources: list[list[Tensor]], most_rows: int) -> list[Received]:
     num_experts, most_sent = len(counts[0]), max(len(rows) for tensors in sources for rows in tensors)
-    received = []
+    received, behind = [], []
     for rank, tensors in enumerate(sources):
         plan = torch.full((2 * num_experts + 1,), -1, dtype=torch.int32, device=DEVICE)
         for place, source in zip(places(ranks[rank], num_experts, tensors, most_sent), tensors, strict=True):
             copy(source.to(DEVICE), place, plan, routed=False, write=True)
-        splits = torch.full((num_experts // len(ranks),), -1, device=DEVICE)
-        rows = [torch.full((most_rows, *each.shape[1:]), 77, dtype=each.dtype, device=DEVICE) for each in tensors]
-        received.append(Received(plan, splits, rows))
+        own = num_experts // len(ranks)
+        splits = torch.full((own + 1,), -1, device=DEVICE)
+        rows = [torch.full((most_rows + 1, *each.shape[1:]), 77, dtype=each.dtype, device=DEVICE) for each in tensors]
+        behind.append([each[-1] for each in (splits, *rows)])
+        received.append(Received(plan, splits[:own], [each[:most_rows] for each in rows]))
     meet(ranks, counts, received, most_rows)
     for exchange, mine in zip(ranks, received, strict=True):
         for place, rows in zip(places(exchange, num_experts, mine.tensors, most_sent), mine.tensors, strict=True):
             copy(rows, place, mine.plan, routed=True, write=False)
+    for splits, *tensors in behind:
+        assert splits == -1 and all((each == 77).all() for each in tensors), "what lies behind stays"
     return received
 
 
@@ -103,6 +107,21 @@ def expected(counts: list[Tensor], rows: list[Tensor], rank: int) -> tuple[Tenso
 
 def made_of(kind: torch.dtype, rows: int, *shape: int) -> Tensor:
     return (torch.randn if kind.is_floating_point else partial(torch.randint, -9, 9))((rows, *shape)).to(kind)
+
+
+@pytest.mark.parametrize(("width", "sent"), [(7, [[1, 4], [2, 4]]), (1, [[12, 9], [8, 30]])])
+def test_rows_of_several_programs(width: int, sent: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As rows of more than 16 KB, and more of them than the programs take at once."""
+    monkeypatch.setattr(exchange_triton, "_TILE", 4)
+    monkeypatch.setattr(exchange_triton, "num_multiprocessors", lambda _: 1)
+    ranks, counts = exchanges(2), [torch.tensor(each) for each in sent]
+    sources = [[torch.randn(int(each.sum()), width)] for each in counts]
+    received = send(ranks, counts, sources, 40)
+    for rank, mine in enumerate(received):
+        right, _ = expected(counts, [each[0] for each in sources], rank)
+        assert torch.equal(mine.tensors[0][: len(right)].cpu(), right)
+    for source, back in zip(sources, send_back(ranks, received, sources), strict=True):
+        assert torch.equal(back[0].cpu(), source[0])
 
 
 @pytest.mark.in_turn
@@ -145,6 +164,8 @@ def test_rows_behind_the_bound_are_dropped_and_come_back_as_zeros() -> None:
     first, second = send_back(ranks, received, sources)
     assert first[0][:, 0].tolist() == [1, 2, 3, 4, 0, 6]
     assert second[0][:, 0].tolist() == [11, 12, 0, 0, 0, 0]
+    send(ranks, counts, sources, 7)
+    assert [int(each.num_dropped) for each in ranks] == [9, 0], "of all exchanges so far"
 
 
 def test_a_rank_may_be_an_exchange_ahead() -> None:

@@ -27,6 +27,7 @@ from maingrad.kernels.optimizer.orthogonal.elements_triton import apply_on_trito
 from maingrad.kernels.optimizer.orthogonal.product_triton import full_product, symmetric_product
 from maingrad.kernels.optimizer.reference import AdamOptions, UpdateRow
 from maingrad.kernels.optimizer.triton_update import TritonUpdate
+from maingrad.kernels.permutation import exchange_triton
 from maingrad.kernels.quantized import Element, QuantSpec, ScaleForm, quantize_triton
 from maingrad.kernels.triton_support import Launches
 
@@ -40,7 +41,15 @@ SQUARE = QuantSpec(Element.E4M3, (128, 128), ScaleForm.POWER_OF_TWO)
 def noted(monkeypatch: pytest.MonkeyPatch) -> Noted:
     """Key, and what Triton looks at, of each launch."""
     found: Noted = []
-    modules = gemm_triton, wgrad_triton, elements_triton, product_triton, quantize_triton, triton_update
+    modules = (
+        gemm_triton,
+        wgrad_triton,
+        elements_triton,
+        product_triton,
+        quantize_triton,
+        triton_update,
+        exchange_triton,
+    )
     for module in modules:
         for name, launch in vars(module).copy().items():
             if isinstance(launch, Launches):
@@ -274,6 +283,54 @@ def test_copies_of_rows_of_experts(noted: Noted, spec: QuantSpec) -> None:
         launch(x, offsets=offsets.int()),
         launch(x, offsets=torch.tensor([0, 0, 3, 20])[1:]),
         launch(x, offsets=torch.tensor([0, 0, 3, 20])),
+    )
+
+
+def test_exchanges_of_rows(noted: Noted) -> None:
+    """Tables of all kinds of exchanges have one type, and begin at whole 16 bytes."""
+    numbers = [at(2, dtype=dtype) for dtype in (torch.int64, torch.uint8, torch.int32, torch.int64)]
+    exchange = exchange_triton.Exchange(*numbers, rank=0, num_ranks=2, half_nbytes=4096)
+    plan, counts, splits = at(9, dtype=torch.int32), at(4, dtype=torch.int64), at(2, dtype=torch.int64)
+
+    def meet(**changed: Any) -> Callable[[], object]:
+        own = changed.pop("exchange", exchange)
+        given = {"counts": counts, "plan": plan, "splits": splits, "most_rows": 20, "timeout": 1.0, **changed}
+        return lambda: exchange_triton.meet(own, **given)
+
+    check(
+        noted,
+        meet(),
+        meet(counts=None),
+        meet(counts=counts.int()),
+        meet(plan=at(9, dtype=torch.int32, off=1)),
+        meet(splits=at(1, dtype=torch.int64)),
+        meet(most_rows=16),
+        meet(exchange=exchange._replace(rank=1)),
+        meet(exchange=exchange._replace(half_nbytes=4100)),
+        meet(wait=False),
+    )
+
+    def copy(rows: Tensor, **changed: Any) -> Callable[[], object]:
+        given = {"exchange": exchange, "offset": 32, "plan": plan, "routed": False, "write": True, **changed}
+        own, offset = given.pop("exchange"), given.pop("offset")
+        return lambda: exchange_triton.copy_rows(own, offset, rows, **given)
+
+    rows = at(20, 48)
+    check(
+        noted,
+        copy(rows),
+        copy(rows, write=False),
+        copy(rows, routed=True),
+        copy(rows, offset=36),
+        copy(rows, exchange=exchange._replace(rank=1)),
+        copy(rows, exchange=exchange._replace(num_ranks=4)),
+        copy(rows, plan=at(17, dtype=torch.int32)),
+        copy(at(20, 48, off=2)),
+        copy(at(20, 49)),
+        copy(at(21, 48)),
+        copy(at(20, 46)),
+        copy(at(20, 48, dtype=torch.uint8)),
+        copy(at(20, 47, dtype=torch.uint8)),
     )
 
 

@@ -53,6 +53,15 @@ def test_a_form_is_asked_for_once_a_key() -> None:
     assert kernel.log == [(0, GRID, (1, None)), (1, GRID, (2, None)), (0, GRID, (3, None)), (1, GRID, (4, None))]
 
 
+def test_a_launch_has_options_of_its_own() -> None:
+    kernel = Kernel(compiles=True)
+    launch = Launches(kernel)
+    for warps in (8, 1, 8):
+        launch(warps, GRID, "x", num_warps=warps)
+    assert kernel.asked == [(("x",), 8), (("x",), 1)]
+    assert [number for number, *_ in kernel.log] == [0, 1, 0]
+
+
 def test_counts_of_one_are_no_constants() -> None:
     """On this device; the compiler's form of such a launch is tested with the kernels."""
     kernel = Kernel(compiles=True)
@@ -153,6 +162,22 @@ def test_where_experts_lie() -> None:
     found = locate_experts(packed)
     assert found.argument == (found.base, None, 32, 0, 1) and found.form == (True, 32, 0, 1, True)
     assert locate_experts(uneven).form == (False, 0, 0, 1, True)
+
+
+def test_descriptors_of_experts() -> None:
+    """The stride of a single packed expert is arbitrary, and no distance of the next one."""
+    packed = torch.zeros(3, 4, 8, dtype=torch.bfloat16)
+    one = packed.as_strided((1, 4, 8), (5, 8, 1))
+    wide = torch.zeros(2, 4, 16, dtype=torch.bfloat16)[:, :, :8]
+    for tensors, expected in (
+        (packed, ([3, 4, 8], [32, 8, 1])),
+        (wide, ([2, 4, 8], [64, 16, 1])),
+        (one, ([1, 4, 8], [32, 8, 1])),
+        (wide[1:], ([1, 4, 8], [64, 16, 1])),
+        ([wide[0]], ([1, 4, 8], [64, 16, 1])),
+    ):
+        made = triton_support.experts_descriptor(locate_experts(tensors), len(tensors), [1, 2, 8])
+        assert (made.shape, made.strides) == expected and made.block_shape == [1, 2, 8]
 
 
 class Stream:

@@ -3,10 +3,18 @@
 import pytest
 import torch
 from torch import Tensor
+from triton_devices import LAUNCHER_DEVICES
 
 from maingrad.kernels.optimizer.adamw import AdamUpdate
 from maingrad.kernels.optimizer.eight_bits import code_table, dequantize_moment, quantize_moment
-from maingrad.kernels.optimizer.reference import AdamOptions, UpdateRow, random_bits, round_stochastically
+from maingrad.kernels.optimizer.reference import (
+    AdamOptions,
+    LionOptions,
+    UpdateRow,
+    random_bits,
+    round_stochastically,
+    update_reference,
+)
 
 CPU = torch.device("cpu")
 
@@ -32,6 +40,25 @@ def test_rounding_makes_no_infinity_of_a_number_and_no_number_of_infinity_or_nan
     assert rounded[:2].isfinite().all() and torch.equal(rounded[2:].float(), largest[2:])
     nan = torch.tensor([0x7F800001, 0x7FFFFFFF], dtype=torch.int32).view(torch.float32)
     assert round_stochastically(nan, bits[:2]).isnan().all()
+
+
+@pytest.mark.parametrize("device", LAUNCHER_DEVICES)
+def test_a_step_rounds_no_finite_moment_to_infinity(device: str) -> None:
+    """Between the largest number of bf16 and that of fp32, which about each second of 512 elements would leave."""
+    pytest.importorskip("triton", reason="the launch is Triton's")
+    from maingrad.kernels.optimizer.triton_update import TritonUpdate
+
+    largest = torch.finfo(torch.bfloat16).max
+    rows = []
+    for _ in range(2):
+        grad = torch.full((512,), torch.finfo(torch.float32).max, device=device)
+        moment = torch.full((512,), largest, dtype=torch.bfloat16, device=device)
+        step, master = torch.zeros((), device=device), torch.ones(512, device=device)
+        rows.append(UpdateRow(grad, moment, None, step, master, key=5))
+    TritonUpdate(rows[:1], "lion", False)([LionOptions(0.1, 0.5, 0.5, 0.0)], None, None)
+    update_reference(rows[1:], [LionOptions(0.1, 0.5, 0.5, 0.0)], rule="lion")
+    for row in rows:
+        assert row.exp_avg is not None and (row.exp_avg == largest).all()
 
 
 def test_random_bits_are_even_and_tell_elements_steps_and_keys_apart() -> None:
@@ -182,6 +209,32 @@ def test_a_scale_has_the_sign_of_its_largest_element() -> None:
     assert scales.tolist() == [2.0, 2.0, -3.0, -1.0, 0.0] and not scales[4].signbit()
     largest = [codes[256 * block + place].item() for block, place in ((0, 3), (1, 9), (2, 5), (3, 0))]
     assert largest == [128] * 4, "the code of 1"
+
+
+@pytest.mark.parametrize("device", LAUNCHER_DEVICES)
+@pytest.mark.parametrize("size", [1.0, 3e-20])
+def test_kernels_have_the_references_codes_of_small_moments_of_equal_ones_and_of_none(device: str, size: float) -> None:
+    """Squares of 1e-39 and less, whose scales have no finite reciprocal; and largest elements of either sign."""
+    pytest.importorskip("triton", reason="the launch is Triton's")
+    from maingrad.kernels.optimizer.triton_update import TritonUpdate
+
+    grad = size * torch.tensor([-1.0, 1.0, 0.5, -0.25]).repeat(150)
+    grad[256:512] *= -1.0
+    grad[512:] = 0.0
+    rows = []
+    for _ in range(2):
+        moments = [torch.zeros(600, dtype=torch.uint8, device=device) for _ in range(2)]
+        scales = [torch.zeros(3, device=device) for _ in range(2)]
+        step, master = torch.zeros((), device=device), torch.ones(600, device=device)
+        rows.append(UpdateRow(grad.to(device), *moments, step, master, None, None, *scales))
+    options = [AdamOptions(1e-3, 0.9, 0.999, 1e-30, 0.0)]
+    for _ in range(2):
+        TritonUpdate(rows[:1], "adamw", False)(options, None, None)
+        update_reference(rows[1:], options)
+    for mine, wanted in zip(rows[0], rows[1], strict=True):
+        assert not isinstance(mine, Tensor) or torch.equal(mine, wanted)
+    assert rows[0].exp_avg_scale.isfinite().all() and (rows[0].exp_avg_scale > 0).tolist() == [True, True, False]
+    assert (rows[0].exp_avg_sq[:512] > 0).all() and not rows[0].exp_avg_sq[512:].any()
 
 
 @pytest.mark.in_turn

@@ -42,7 +42,7 @@ def on_triton(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     if device == "cpu":
         monkeypatch.setattr(form, "runs_on_triton", lambda *_: True)
         for name in ("_GRAM", "_POLYNOMIAL", "_FULL"):
-            monkeypatch.setattr(product_triton, name, ProductConfig(32, 32, 32, 4, 2))
+            monkeypatch.setattr(product_triton, name, ProductConfig(32, 32, 32, 4, 2, group=2))
     with nan_filled_memory():
         yield device
 
@@ -92,9 +92,22 @@ def test_bits_depend_on_no_other_matrix_and_no_power_of_two(on_triton: str) -> N
         assert others[0].isnan().all() and not others[2].any()
 
 
+@pytest.mark.parametrize("on_triton", LAUNCHER_DEVICES, indirect=True)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_matrices_of_other_dtypes(dtype: torch.dtype, on_triton: str) -> None:
+    """In ranges that fp16 lacks; one matrix by itself, and by steps that are not the default."""
+    matrix, steps = drawn(24, 64).to(on_triton, dtype) * 1e-12, COEFFICIENTS["polar_express"][:2]
+    found = form.orthogonalize(matrix, steps)
+    assert found.dtype is torch.float16 and error(found, exact(matrix.cpu(), steps)) < 0.015
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_reference(shape: tuple[int, ...]) -> None:
     matrices = drawn(*shape)
+    for each in (matrices, matrices[0]):
+        before = each.clone()
+        assert error(form.orthogonalize(each, SIMPLE[:2]), exact(each, SIMPLE[:2])) < 1e-5
+        assert torch.equal(each, before), "not changed"
     assert error(form.orthogonalize(matrices), exact(matrices, SIMPLE)) < 1e-5
     assert error(newton_schulz_reference(matrices.double(), SIMPLE, torch.float64), exact(matrices, SIMPLE)) < 1e-12
 
@@ -125,10 +138,12 @@ def test_symmetric_products(rows: int, on_triton: str) -> None:
     a = padded(drawn(2, rows, 48), on_triton)
     tall = padded(a.mT, on_triton)
     addend = drawn(2, rows, rows)
-    addend = padded(addend + addend.mT, on_triton)
+    like_out = padded(torch.zeros(2, rows, rows + 8), on_triton)[:, :, :rows]
+    addend = like_out.copy_(addend + addend.mT)
     eye = 3.0 * torch.eye(rows, dtype=torch.float64, device=on_triton)
     for given, is_tall in ((a, False), (tall, True)):
-        out = padded(torch.zeros(2, rows, rows), on_triton)
+        memory = padded(torch.full((3, rows, rows + 8), 7.0), on_triton)  # a matrix and columns that stay
+        out = memory[:2, :, :rows]
         for number in (None, 3.0):
             symmetric_product(given, given, out, tall=is_tall, alpha=0.5, beta=2.0, addend=addend, diagonal=number)
             wanted = 0.5 * (a.double() @ a.double().mT) + 2.0 * addend.double() + (0.0 if number is None else eye)
@@ -136,6 +151,7 @@ def test_symmetric_products(rows: int, on_triton: str) -> None:
             torch.testing.assert_close(out.double(), wanted, rtol=2e-3, atol=2e-2)
         symmetric_product(given, given, out, tall=is_tall)
         torch.testing.assert_close(out.double(), a.double() @ a.double().mT, rtol=2e-3, atol=2e-2)
+        assert (memory[2] == 7.0).all() and (memory[:2, :, rows : rows + 8] == 7.0).all()
 
 
 @pytest.mark.parametrize("on_triton", LAUNCHER_DEVICES, indirect=True)
@@ -154,14 +170,14 @@ def test_full_products(rows: int, contracted: int, columns: int, on_triton: str)
 @pytest.mark.parametrize(("momentum", "nesterov"), [(0.95, True), (0.3, True), (0.95, False)])
 def test_passes_over_elements(momentum: float, nesterov: bool, on_triton: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As torch's operations, on each matrix of a stack; versions rise; what lies between matrices stays."""
-    held = [drawn(2, 12, 500).add(number).to(on_triton) for number in range(3)]
+    held = [drawn(2, 12, 900).add(number).to(on_triton) for number in range(3)]  # 4,500 elements: two programs
     expected = [each.clone() for each in held]
-    orthogonal = drawn(2, 5, 500).half().to(on_triton)
+    orthogonal = drawn(2, 5, 900).half().to(on_triton)
     launched = []
 
     def step(memory: list[Tensor]) -> list[Tensor]:
         buffer, grad, param = (each[:, 3:8] for each in memory)
-        update = buffer.new_empty(2, 5, 500)
+        update = buffer.new_empty(2, 5, 900)
         versions = [each._version for each in (buffer, update, param)]
         elements.update_momentum(buffer, grad, update, momentum, nesterov=nesterov)
         elements.apply_update(param, orthogonal, 0.25, 0.1, 1.5)
@@ -184,6 +200,25 @@ def test_passes_over_elements(momentum: float, nesterov: bool, on_triton: str, m
         torch.testing.assert_close(mine, other, rtol=bound, atol=bound)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_rate_in_a_tensor_is_the_rate(dtype: torch.dtype) -> None:
+    param, orthogonal = drawn(5, 8).to(dtype), drawn(5, 8).flip(0)
+    other, expected = param.clone(), 0.975 * param.double() - 0.375 * orthogonal.double()
+    elements.apply_update(param, orthogonal, 0.25, 0.1, 1.5)
+    elements.apply_update(other, orthogonal, torch.tensor(0.25), 0.1, 1.5)
+    for found in (param, other):
+        bound = 4 * torch.finfo(dtype).eps if dtype is not torch.float64 else 1e-7
+        torch.testing.assert_close(found.double(), expected, rtol=bound, atol=2 * bound)
+
+
+def test_matrices_of_tiny_norms_stay_finite() -> None:
+    """As the momentum of a matrix whose gradient has become zero: below 2^-112 they count as they are."""
+    matrices = drawn(2, 4, 6) * torch.tensor([2.0**-130, 1.0])[:, None, None]
+    found = form.orthogonalize(matrices)
+    assert found.isfinite().all() and found[0].abs().max() < 2.0**-110
+    assert torch.equal(found[1], form.orthogonalize(matrices[1]))
+
+
 def test_long_matrices_take_the_gram_form(monkeypatch: pytest.MonkeyPatch) -> None:
     """From one and a half times as many columns as rows on, or rows as columns."""
     monkeypatch.setattr(form, "runs_on_triton", lambda *_: True)
@@ -195,8 +230,9 @@ def test_long_matrices_take_the_gram_form(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_refusals() -> None:
-    with pytest.raises(ValueError, match="matrices"):
-        form.orthogonalize(torch.zeros(4))
+    for shape in ((4,), (2, 2, 4, 4)):
+        with pytest.raises(ValueError, match="matrices"):
+            form.orthogonalize(torch.zeros(shape))
     with pytest.raises(ValueError, match="step"):
         form.orthogonalize(torch.zeros(4, 4), ())
     assert form.orthogonalize(torch.zeros(0, 4, 4)).shape == (0, 4, 4)

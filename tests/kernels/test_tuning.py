@@ -112,6 +112,15 @@ def test_a_far_shape_serves_nothing() -> None:
     assert nearest(GPU, BASE, (row(sized(64, 32 * 32768, 2048, 2048)),)) is None
 
 
+@pytest.mark.parametrize("op", ["wgrad_accumulate", "wgrad_overwrite"])
+def test_of_dense_products_only_a_near_shape_serves(op: str) -> None:
+    """cuBLAS, their default, is good everywhere."""
+    dense = sized(1, 1024, 4096, 4096, op=op)
+    assert nearest(GPU, dense, (row(dense._replace(rows=1448)),)) is not None  # half a power of two
+    for sizes in ({"rows": 1449}, {"rows": 1300, "n": 3500}):
+        assert nearest(GPU, dense, (row(dense._replace(**sizes)),)) is None
+
+
 # ---- The file. ----
 
 
@@ -137,7 +146,14 @@ def test_a_table_without_rows_has_none() -> None:
         ),
         pytest.param(HEADER + line(BASE, ms="fast"), "here, line 2: could not convert.*fast", id="a time that is none"),
         pytest.param(HEADER + f"{GPU},{OP}\n", "here, line 2", id="a line that ends early"),
-        pytest.param(HEADER + line(sized(0, 8, 8, 8)), "line 2: sizes and ms must be positive", id="no experts"),
+        *(
+            pytest.param(
+                HEADER + line(BASE._replace(**{name: size})),
+                "line 2: sizes and ms must be positive",
+                id=f"{size} {name}",
+            )
+            for name, size in (("experts", 0), ("rows", 0), ("n", -1), ("k", 0))
+        ),
         pytest.param(HEADER + line(BASE, ms="0"), "line 2: sizes and ms must be positive", id="no time"),
         pytest.param(HEADER + line(BASE, ms="nan"), "line 2: sizes and ms must be positive", id="NaN for a time"),
         pytest.param(HEADER + line(BASE, config=""), "config must not be empty", id="no config"),
@@ -180,6 +196,10 @@ def test_the_table_that_was_loaded_last_comes_first(tmp_path: Path, monkeypatch:
         (tmp_path / "mine.csv").write_text(HEADER + line(BASE, f"num_warps={warps}"))
         load_tuning_table(str(tmp_path / "mine.csv"))
         assert tuned_config(GPU, BASE) == {"num_warps": int(warps)}
+    dense = sized(1, 2048, 4096, 4096, op="wgrad_accumulate")
+    (tmp_path / "other.csv").write_text(HEADER + line(dense, CUBLAS))
+    load_tuning_table(tmp_path / "other.csv")
+    assert (tuned_config(GPU, BASE), tuned_config(GPU, dense)) == ({"num_warps": 4}, CUBLAS), "both tables serve"
 
 
 @pytest.mark.usefixtures("nothing_loaded_stays")
@@ -278,5 +298,9 @@ def test_what_was_not_measured_has_tiles_by_rows_and_gpu() -> None:
         assert config.block_m == tile and config.block_c == 128, "after which a sum leaves the tensor cores"
 
 
-def test_a_device_without_a_gpu_has_a_name_of_its_own() -> None:
+def test_a_device_without_a_gpu_has_a_name_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gpu_name(torch.device("cpu")) == "none"
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"a GPU of kind {device.index}")
+    for index in (1, 0):  # in one host they may differ
+        assert gpu_name(torch.device("cuda", index)) == f"a GPU of kind {index}"
+    gpu_name.cache_clear()

@@ -109,8 +109,9 @@ def test_mismatched_operands_are_named() -> None:
     dy, x = operands(4, 3, 2, torch.float32, "cpu")
     with pytest.raises(ValueError, match=r"main_grad \[N, K\]; got \(4, 3\), \(4, 2\) and \(2, 3\)"):
         wgrad_accumulate(dy, x, torch.zeros(2, 3))
-    with pytest.raises(ValueError, match=r"dy \[T, N\]"):
-        wgrad_accumulate(dy[:2], x, torch.zeros(3, 2))
+    for wrong in ((dy[:2], x), (dy, x[..., None]), (dy[..., None], x), (dy[None], x[None]), (dy[:, 0], x)):
+        with pytest.raises(ValueError, match=r"dy \[T, N\]"):
+            wgrad_accumulate(*wrong, torch.zeros(3, 2))
     with pytest.raises(TypeError, match="one dtype"):
         wgrad_accumulate(dy.half(), x, torch.zeros(3, 2))
 
