@@ -1,5 +1,6 @@
 """What moves rows: the order of starts and waits, capacity, and what a captured step may hold."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -306,6 +307,11 @@ def test_rows_that_were_dropped_are_counted_over_all_calls() -> None:
     for calls in range(1, 3):
         dispatcher.dispatch(torch.ones(5, DIM), torch.ones(5, 1, dtype=torch.int64), torch.ones(5, 1))
         assert dispatcher.transport.num_dropped == 3 * calls
+
+
+def test_a_copy_of_a_model_has_the_same_dispatcher() -> None:
+    dispatcher = TokenDispatcher(EXPERTS, WORLD_OF_ONE, "capacity", capacity=2)
+    assert copy.deepcopy(dispatcher) is dispatcher
 
 
 def test_how_many_rows_a_symmetric_exchange_takes_and_gives() -> None:
