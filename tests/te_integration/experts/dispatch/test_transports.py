@@ -57,11 +57,11 @@ def with_ids_of_no_expert(tokens: Tokens) -> Tokens:
     """The rows beyond the capacity dropped by their ids."""
     ids, seen = tokens.ids.clone(), [0] * EXPERTS
     for row in range(ids.shape[0]):
-        for copy in range(ids.shape[1]):
-            expert = int(ids[row, copy])
+        for choice in range(ids.shape[1]):
+            expert = int(ids[row, choice])
             seen[expert] += 1
             if seen[expert] > C:
-                ids[row, copy] = EXPERTS
+                ids[row, choice] = EXPERTS
     return tokens._replace(ids=ids)
 
 
