@@ -53,6 +53,8 @@ def test_its_arguments_are_taken_where_they_ask_for_nothing(kind: str) -> None:
             make(kind, **{name: value})
         with pytest.raises(ValueError, match=f"does not support {name}='asked for'"):
             make(kind, **{name: "asked for"})
+    with pytest.raises(ValueError, match="does not support seq_length=0"):
+        make(kind, seq_length=0)
     with pytest.raises(TypeError, match="has no argument 'sub_name'"):
         make(kind, sub_name=None)
 
