@@ -356,7 +356,6 @@ def kept_copies(
         isinstance(kept, _Kept)
         and (moment == "backward" or all(each is not None and each.written for each in records))
         and kept.key == key
-        and not (rows and kept.rows is None)
         and not (columns and kept.columns is None)
     ):
         return kept.rows, kept.columns

@@ -307,7 +307,7 @@ def _cut_over_ranks(
         whole = own[each].detach()
         if whole.shape[dim] % (blocks * ranks):
             raise ValueError(f"{name}: {each} {list(whole.shape)} does not divide over {ranks} ranks in dim {dim}")
-        own[each] = nn.Parameter(module._slice_of(whole, each).clone())
+        own[each] = nn.Parameter(module._slice_of(whole, each))
     module.set_marks()
 
 

@@ -68,8 +68,8 @@ def _check_module(module: nn.Module, where: str) -> None:
             f'{where} writes main_grad in its forward (mode="in_forward"), which these graphs replay without a '
             f'backward of their own: build it with mode="recompute", or capture the whole step'
         )
-    passes_on = any(isinstance(inner, DelayedWgradModule) for inner in list(module.modules())[1:])
-    if has_backward_dw(module) and not passes_on and not isinstance(module, DelayedWgradModule | Ours | AroundModule):
+    has_ours = any(isinstance(inner, DelayedWgradModule) for inner in module.modules())
+    if has_backward_dw(module) and not has_ours and not isinstance(module, Ours | AroundModule):
         raise ValueError(
             f"{where} delays weight gradients by itself (backward_dw), and no replay would fill what it keeps: leave "
             f"it out of the graphs, or convert it to a module of maingrad.te_integration"

@@ -23,6 +23,11 @@ def test_the_fused_share_is_of_the_weights_that_train(frozen: tuple[str, ...], s
     assert convert_linears(model).fused_share == pytest.approx(share)
 
 
+def test_attention_of_a_class_of_its_own_is_named_by_its_matrices_too() -> None:
+    attention = type("Attention", (nn.MultiheadAttention,), {})(8, 2)
+    assert convert_linears(attention).skipped[""].startswith("Attention: in_proj_weight is read as a matrix")
+
+
 class Positions(nn.Module):
     """Parameters that no known module multiplies, with and without two dims."""
 

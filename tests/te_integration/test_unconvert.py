@@ -103,6 +103,12 @@ def test_our_own_modules_stay_and_are_unfused() -> None:
     assert all(param.grad is not None for name in ("linear", "experts") for param in model[name].parameters())
 
 
+def test_a_single_layer_has_the_name_of_a_model_itself() -> None:
+    layer = nn.Linear(8, 8)
+    assert convert_linears(layer).converted == unconvert(layer) == ("",)
+    assert type(layer) is nn.Linear
+
+
 def test_an_unfused_grouped_mlp_is_converted() -> None:
     model = nn.Sequential(GroupedMLP(2, 8, 8))
     twin = copy.deepcopy(model)

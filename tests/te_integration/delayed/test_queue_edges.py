@@ -106,6 +106,29 @@ def test_a_copy_of_a_queue_fills_waits_too_and_holds_nothing(copied: Callable[[W
         assert torch.equal(layer.weight.grad, torch.full((8, 8), 4.0))
 
 
+def test_entries_may_be_computed_while_a_program_goes_through_them() -> None:
+    layer, queue = Linear(8, 8), WgradQueue()
+    for _ in range(3):
+        pending_in(queue, layer)
+    assert queue.pending_owners == [layer.describe()], "named once"
+    for entry in queue:
+        queue.run(entry)
+    assert not queue and torch.equal(layer.weight.grad, torch.full((8, 8), 6.0))
+
+
+def test_a_gradient_whose_computation_failed_stays_pending(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, queue = Linear(8, 8), WgradQueue()
+    pending_in(queue, layer)
+    with monkeypatch.context() as patch:
+        patch.setattr(layer.wgrad_product, "multiply", lambda *_: 1 / 0)  # as where memory is short
+        with pytest.raises(ZeroDivisionError):
+            queue.drain()
+    with pytest.raises(RuntimeError, match="1 delayed weight gradients were never computed"):
+        queue.check_empty()
+    queue.drain()
+    assert torch.equal(layer.weight.grad, torch.full((8, 8), 2.0))
+
+
 def pending_in(queue: WgradQueue, layer: nn.Module) -> None:
     with delayed_wgrad(queue):
         y = layer(torch.ones(2, 8))

@@ -151,6 +151,7 @@ def test_a_gated_activation_is_one_kernel_on_a_gpu(name: str, dtype: torch.dtype
         ({"activation": None}, ValueError, "unknown activation 'None'"),
         ({"activation_params": {"limit": 1.0}}, ValueError, r"activation_params.*do not fit 'gelu'"),
         ({"activation": "clamped_swiglu", "activation_params": {"beta": 1.0}}, ValueError, "limit and alpha"),
+        ({"activation": "clamped_swiglu", "activation_params": {"glu_linear_offset": 0.0}}, ValueError, "limit and"),
         ({"normalization": "L2"}, ValueError, "unknown normalization 'L2'"),
         ({"sequence_parallel": True}, ValueError, "sequence_parallel say how a layer is cut"),
         ({"ub_overlap_rs": True}, ValueError, "LayerNormMLP does not support ub_overlap_rs=True"),

@@ -2,13 +2,16 @@
 
 import copy
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig
-from maingrad.te_integration import Float8CurrentScaling, Linear, Recipe, autocast
+from maingrad.te_integration import Float8CurrentScaling, GroupedLinear, Linear, Recipe, autocast
+from maingrad.te_integration.dense.compiled_wgrad import handle_of
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 MICROBATCHES = 8
@@ -152,6 +155,37 @@ def test_under_autocast_the_input_itself_is_saved_where_the_program_says_so(save
         grads.append([x.grad, *(param.main_grad.clone() for param in layer.parameters())])
     assert [t.dtype for t in kept if t.shape == x.shape] == [torch.float32 if save_original_input else torch.bfloat16]
     assert all(map(torch.equal, *grads))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Linear(4, 4, fuse_wgrad_accumulation=True),
+        lambda: Linear(4, 4, fuse_wgrad_accumulation=True, parameters_split=("q", "k")),
+        lambda: GroupedLinear(2, 4, 4, fuse_wgrad_accumulation=True),
+    ],
+)
+def test_a_weight_may_change_before_a_backward_that_brings_the_input_no_gradient(make: Callable[[], Any]) -> None:
+    torch.manual_seed(0)
+    layer, x = make(), torch.randn(3, 4)
+    model = DistributedDataParallel(layer)
+    loss = model(x, *([[1, 2]] if isinstance(layer, GroupedLinear) else [])).sum()
+    with torch.no_grad():
+        for param in layer.parameters():
+            param.mul_(2)
+    loss.backward()
+    expected = x.sum(0).expand(4, 4)
+    found = [param.main_grad for param in layer.parameters() if param.dim() == 2]
+    if isinstance(layer, GroupedLinear):
+        torch.testing.assert_close(sum(found), expected)
+    else:
+        torch.testing.assert_close(torch.cat(found), expected)
+
+
+def test_a_module_that_is_made_on_meta_has_a_name_for_graphs() -> None:
+    with torch.device("meta"):
+        layer = Linear(4, 4)
+    assert handle_of(layer._wgrad_key).module is layer
 
 
 def test_a_layer_without_features_begins_with_zeros() -> None:

@@ -10,7 +10,7 @@ from loops import wrap
 from modules import ALL_FACTORIES, FACTORIES, FEATURES, make
 from torch import Tensor, nn
 
-from maingrad.te_integration import LayerNormMLP, Sequential
+from maingrad.te_integration import Embedding, LayerNormMLP, Sequential
 from maingrad.te_integration.dense.activations import ACTIVATIONS
 
 WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
@@ -53,8 +53,22 @@ def test_its_arguments_are_taken_where_they_ask_for_nothing(kind: str) -> None:
             make(kind, **{name: value})
         with pytest.raises(ValueError, match=f"does not support {name}='asked for'"):
             make(kind, **{name: "asked for"})
+    with pytest.raises(ValueError, match="does not support seq_length=0"):
+        make(kind, seq_length=0)
     with pytest.raises(TypeError, match="has no argument 'sub_name'"):
         make(kind, sub_name=None)
+
+
+@pytest.mark.parametrize("kind", [*ALL_FACTORIES, "Embedding"])
+@pytest.mark.parametrize("dtype", ["dtype", "params_dtype"])
+def test_parameters_are_made_where_and_of_the_dtype_that_was_asked_for(kind: str, dtype: str) -> None:
+    options: dict[str, Any] = {"device": "meta", "name": "layers.3"}
+    if kind == "Embedding":
+        module: Any = Embedding(4, 8, dtype=torch.float64, **options)
+    else:
+        module = ALL_FACTORIES[kind](**{dtype: torch.float64}, **options)
+    found = {(param.dtype, param.device.type) for param in module.parameters()}
+    assert found == {(torch.float64, "meta")} and module.describe() == "layers.3"
 
 
 @pytest.mark.parametrize("kind", FACTORIES)

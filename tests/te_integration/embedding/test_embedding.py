@@ -399,6 +399,14 @@ def test_compiled_with_max_norm_it_leaves_the_graph() -> None:
 # ---- On a GPU. ----
 
 
+def test_an_embedding_from_pretrained_weights_is_frozen_as_torchs_is() -> None:
+    weight = torch.randn(VOCABULARY, WIDTH)
+    for freeze in (True, False):
+        made = Embedding.from_pretrained(weight, freeze=freeze, padding_idx=PADDING)
+        assert torch.equal(made.weight, weight) and made.weight.requires_grad is not freeze
+        assert made.padding_idx == PADDING
+
+
 class Wide(nn.Module):
     """Tokens [T] -> loss, in bf16."""
 

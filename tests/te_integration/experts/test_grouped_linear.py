@@ -410,6 +410,12 @@ def test_memory_that_was_filled_again_too_early_is_noticed(device: str, monkeypa
     module(case.x, case.splits, out=out)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+    grad_input, factor = torch.empty(17, 13, device=device), torch.ones(13, device=device, requires_grad=True)
+    module(case.x, case.splits, grad_input=grad_input).sum().backward()
+    loss = (case.x.grad * factor).sum()
+    module(case.x.detach().requires_grad_(), case.splits, grad_input=grad_input).sum().backward()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
 @pytest.mark.parametrize(

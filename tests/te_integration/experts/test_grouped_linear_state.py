@@ -155,8 +155,9 @@ def test_inputs_that_do_not_fit_are_refused() -> None:
     scaled = make(scale_bias=True, name="layers.7")
     with pytest.raises(ValueError, match="scale_bias=True, and no bias_scales were given"):
         scaled(torch.randn(6, K), splits)
-    with pytest.raises(ValueError, match=r"bias_scales must be \[6\], one for each row; got \(5,\)"):
-        scaled(torch.randn(6, K), splits, torch.ones(5))
+    for wrong in (5, 7):
+        with pytest.raises(ValueError, match=rf"bias_scales must be \[6\], one for each row; got \({wrong},\)"):
+            scaled(torch.randn(6, K), splits, torch.ones(wrong))
 
 
 # ---- State dicts. ----

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 from expert_mlp import FFN, HIDDEN, LAYOUTS, SPLITS, Batch, batch_of, exact_grads, make_experts
+from foreign import ForeignProvider
 from hypothesis import given
 from hypothesis import strategies as st
 from loops import wrap
 from modules import error
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from maingrad.te_integration import (
@@ -354,6 +355,14 @@ def test_autograd_grad_writes_nothing(layout: str) -> None:
         assert_near(actual.detach(), exact, torch.float32, "grad")
     for record, kept in zip(ddp.records, before, strict=True):
         assert torch.equal(record.view, kept) and record.num_fused_writes == 0
+
+
+def test_a_compiler_takes_both_layers_or_none() -> None:
+    module, splits = make_experts(fuse_wgrad_accumulation=True, single_grouped_weight=True), torch.tensor([1])
+    ForeignProvider(nn.ParameterList([module.fc2_weight]))
+    assert module.runs_in_graph(splits) is False
+    module.fc2_weight.requires_grad_(False)
+    assert module.runs_in_graph(splits) is True
 
 
 @pytest.mark.in_turn

@@ -261,60 +261,32 @@ def own_implementation() -> Iterator[str]:
     del type(ALL_EXPERTS_FUNCTIONS)._global_mapping["thrice"]
 
 
-def test_classes_from_elsewhere_that_transformers_decorator_has_changed() -> None:
-    """As in a model's own code on the Hub: what runs there is known unless it is the class's eager forward."""
+class Elsewhere(nn.Module):
+    """As in a model's own code on the Hub."""
 
-    class Elsewhere(nn.Module):
-        def __init__(self, config: Any) -> None:
-            super().__init__()
-            self.num_experts = config.num_local_experts
-            self.gate_up_proj = nn.Parameter(torch.randn(4, 96, 32))
-            self.down_proj = nn.Parameter(torch.randn(4, 32, 48))
-            self.act_fn = nn.SiLU()
+    up = "gate_up_proj"
 
-        def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-            raise NotImplementedError
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.num_experts = config.num_local_experts
+        self.register_parameter(self.up, nn.Parameter(torch.randn(4, 96, 32) / 8))
+        self.down_proj = nn.Parameter(torch.randn(4, 32, 48 if self.up == "gate_up_proj" else 96) / 8)
+        self.act_fn = nn.SiLU()
 
-    use_experts_implementation(Elsewhere)
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+def with_experts_of(cls: Any, implementation: str) -> Any:
     model = tiny("mixtral", layers=1)
-    model.model.layers[0].mlp.experts = experts = Elsewhere(model.config)
-    model.set_experts_implementation("eager")
-    (reason,) = convert_linears(model).skipped.values()
-    assert "Elsewhere runs experts_implementation='eager'" in reason
-    model.set_experts_implementation("grouped_mm")
-    plain = copy.deepcopy(experts)
-    assert convert_linears(model).converted == ("model.layers.0.mlp.experts",)
-    wrapped = DistributedDataParallel(model)
-    x, index, probs = torch.randn(6, 32), torch.arange(12).remainder(4).view(6, 2), torch.rand(6, 2)
-    for each in (experts, plain):
-        each(x, index, probs).square().sum().backward()
-    wrapped.finish_grad_sync()
-    assert_same_gradients(experts, plain)
+    model.model.layers[0].mlp.experts = cls(model.config)
+    model.set_experts_implementation(implementation)
+    return model
 
 
-def test_a_gate_of_the_classs_own_is_called() -> None:
-    """With SiLU, as most have, and one more in the second half."""
-
-    class Raised(nn.Module):
-        def __init__(self, config: Any) -> None:
-            super().__init__()
-            self.num_experts = config.num_local_experts
-            self.gate_up_proj = nn.Parameter(torch.randn(4, 96, 32) / 8)
-            self.down_proj = nn.Parameter(torch.randn(4, 32, 48) / 8)
-            self.act_fn = nn.SiLU()
-
-        def _apply_gate(self, gate_up: Tensor) -> Tensor:
-            gate, up = gate_up.chunk(2, dim=-1)
-            return self.act_fn(gate) * (up + 1)  # type: ignore[no-any-return]
-
-        def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-            raise NotImplementedError
-
-    use_experts_implementation(Raised)
-    model = tiny("mixtral", layers=1)
-    torch.manual_seed(0)
-    model.model.layers[0].mlp.experts = experts = Raised(model.config)
-    model.set_experts_implementation("batched_mm")
+def assert_converted_experts_are_as_before(model: Any) -> None:
+    experts = model.model.layers[0].mlp.experts
     plain = copy.deepcopy(experts)
     assert "model.layers.0.mlp.experts" in convert_linears(model).converted
     wrapped = DistributedDataParallel(model)
@@ -324,6 +296,50 @@ def test_a_gate_of_the_classs_own_is_called() -> None:
         each(x, index, probs).square().sum().backward()
     wrapped.finish_grad_sync()
     assert_same_gradients(experts, plain)
+
+
+def test_classes_from_elsewhere_that_transformers_decorator_has_changed() -> None:
+    """What runs there is known unless it is the class's eager forward."""
+    use_experts_implementation(cls := type("Elsewhere", (Elsewhere,), {"forward": Elsewhere.forward}))
+    (reason,) = convert_linears(with_experts_of(cls, "eager")).skipped.values()
+    assert "Elsewhere runs experts_implementation='eager'" in reason
+    assert_converted_experts_are_as_before(with_experts_of(cls, "grouped_mm"))
+
+
+def test_a_gate_of_the_classs_own_is_called() -> None:
+    """With SiLU, as most have, and one more in the second half."""
+
+    class Raised(Elsewhere):
+        def _apply_gate(self, gate_up: Tensor) -> Tensor:
+            gate, up = gate_up.chunk(2, dim=-1)
+            return self.act_fn(gate) * (up + 1)  # type: ignore[no-any-return]
+
+    use_experts_implementation(Raised)
+    assert_converted_experts_are_as_before(with_experts_of(Raised, "batched_mm"))
+
+
+@pytest.mark.parametrize("activation", [nn.ReLU, nn.SiLU])
+def test_experts_without_a_gate(activation: type[nn.Module]) -> None:
+    class Ungated(Elsewhere):
+        up = "up_proj"
+
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.act_fn = activation()
+
+    use_experts_implementation(Ungated, has_gate=False)
+    assert_converted_experts_are_as_before(with_experts_of(Ungated, "batched_mm"))
+
+
+def test_probabilities_are_not_rounded_to_the_dtype_of_tokens() -> None:
+    model = tiny("mixtral", layers=1).bfloat16()
+    experts = model.model.layers[0].mlp.experts
+    convert_linears(model)
+    wrapped = DistributedDataParallel(model)
+    probs = torch.rand(5, 2, requires_grad=True)
+    experts(torch.randn(5, 32).bfloat16(), torch.tensor([[0, 1]] * 5), probs).float().square().sum().backward()
+    wrapped.finish_grad_sync()
+    assert probs.grad is not None and not torch.equal(probs.grad.bfloat16().float(), probs.grad)
 
 
 def test_experts_called_by_themselves() -> None:
@@ -509,6 +525,8 @@ def test_experts_under_a_recipe(name: str, recipe: type) -> None:
     wrapped = DistributedDataParallel(model)
     with autocast(recipe=recipe()):
         loss_of(wrapped, tokens_of(0)).backward()
+        with torch.no_grad():
+            assert abs(loss_of(model, tokens_of(0)) - loss_of(plain, tokens_of(0))) < 0.1
     wrapped.finish_grad_sync()
     loss_of(plain, tokens_of(0)).backward()
     for name_of_layer in ("gate_up_proj", "down_proj"):

@@ -202,7 +202,7 @@ def test_arguments_by_keyword_and_constants_and_several_results():
     for run in (module, graphed):
         a = batch(5, grad=True)
         found = run(a, float("2.0"), negate=True, more=batch(6))  # another object of the same value
-        assert not found["index"].requires_grad
+        assert not found["index"].requires_grad and not found["more"][0].requires_grad
         (found["y"] * found["more"][0]).sum().backward()
         outcomes.append([found["y"], *found["more"], found["index"], a.grad, module.linear.weight.grad])
         module.zero_grad()

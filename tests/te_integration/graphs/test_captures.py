@@ -44,6 +44,16 @@ def test_each_kind_of_arguments_is_tried_once(warmups):
     assert layer.seen.count(3) == warmups + 1 + 1
 
 
+def test_sample_arguments_that_a_layer_changes_in_place_stay():
+    class InPlace(nn.Module):
+        def forward(self, x):
+            return x.mul_(2)
+
+    x = batch().detach()
+    (graphed,) = make_graphed_callables([InPlace()], [(x,)])
+    assert torch.equal(x, batch()) and torch.equal(graphed(batch(1).detach()), batch(1) * 2)
+
+
 def test_a_buffer_of_inference_mode():
     layer = nn.Linear(WIDTH, WIDTH)
     with torch.inference_mode():

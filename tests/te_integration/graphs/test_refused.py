@@ -76,6 +76,9 @@ def test_wgrad_entries_of_a_chunk_in_which_nothing_delays():
     second.bias.requires_grad_(False)
     with pytest.raises(ValueError, match=r"wgrad entries \(-1\.5\) of chunk 1, and no output of its layers requires"):
         make_graphed_callables([second], [(torch.ones(ROWS, WIDTH),)], order=[1, -1, -1.5])
+    layers, given = [second, nn.Linear(WIDTH, WIDTH)], [(torch.ones(ROWS, WIDTH),)] * 2
+    with pytest.raises(ValueError, match="none of its layers delays"):
+        make_graphed_callables(layers, given, order=[1, -1, -1.5], num_layers_per_chunk=[2])
 
 
 def test_a_container_that_passes_on_what_its_layers_delay_is_captured():
@@ -200,7 +203,7 @@ def lazily_provided():
 
 
 def foreign_consumer():
-    layer = nn.Sequential(ForeignLinear(WIDTH, WIDTH, bias=False))
+    layer = nn.Sequential(nn.Linear(WIDTH, WIDTH), ForeignLinear(WIDTH, WIDTH, bias=False))
     ForeignProvider(layer)
     return layer
 
@@ -518,7 +521,7 @@ def test_changes_between_forward_and_backward():
         y.sum().backward()
     y = graphed(x())
     with torch.no_grad():
-        graphed.weight.mul_(2)
+        graphed.bias.mul_(2)
     with pytest.raises(RuntimeError, match="a parameter was changed in place"):
         y.sum().backward()
 

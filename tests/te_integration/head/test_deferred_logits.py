@@ -199,6 +199,8 @@ WITH_LOGITS: dict[str, Any] = {
     "powers": lambda z: -(z**2) + abs(z) + 2**z,
     "a truth as a number": lambda z: z * True,
     "comparisons": lambda z: (z > 0) & (z <= 1) | (z == z[0, 0, 0]) | (z != 1),
+    "more comparisons": lambda z: (z < 0.5) & (z >= -1),
+    "remainders": lambda z: (+z % 3) + 2 % (z + 9) + z // 2 + 3 // (z + 9),
     "a product": lambda z: z @ torch.ones(7, 2, dtype=torch.float64),
     "a product from the left": lambda z: torch.ones(3, 3, dtype=torch.float64) @ z,
     "a function": lambda z: torch.cat([z, torch.softmax(z, dim=-1)]),

@@ -221,7 +221,9 @@ def test_names_files_and_copies_are_as_before(name: str, tmp_path: Any) -> None:
         assert not isinstance(outputs.logits, Tensor)
     if name == "llama, tied":
         assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert type(model).__module__ == type(plain).__module__ and model.lm_head.mode == "recompute"
     convert_linears(model, fused_loss="in_forward")  # another mode
+    assert model.lm_head.mode == "in_forward"
     assert "lm_head" in unconvert(model)
     assert vars(model.lm_head).keys() == vars(plain.lm_head).keys()
     assert type(model) is type(plain) and type(model.lm_head) is nn.Linear
@@ -397,6 +399,8 @@ def test_a_forward_that_raised_leaves_the_head_as_it_was() -> None:
         model(**batch(0))
     hook.remove()
     head = model.module.get_output_embeddings()
+    with pytest.raises(MemoryError), head.deferring():  # as in a wrapper that takes the loss itself
+        raise MemoryError
     logits = head(torch.randn(3, head.in_features))
     assert type(logits) is Tensor
     found = iteration(model, batch(0))

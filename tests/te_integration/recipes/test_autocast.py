@@ -115,6 +115,19 @@ def test_what_is_computed_again_has_the_recipe(outside: bool) -> None:
         assert torch.equal(first, second)
 
 
+def test_a_block_around_the_backward_is_not_one_of_what_is_computed_again() -> None:
+    gradients = []
+    with autocast(recipe=CURRENT):
+        kept = checkpoint(layer_of(), input_of().requires_grad_(), use_reentrant=False)  # another region has a recipe
+    for around in (False, True):
+        layer, x = layer_of(), input_of().requires_grad_()
+        y = checkpoint(layer, x, use_reentrant=False).float().square().sum()
+        with autocast(around, recipe=CURRENT):
+            y.backward()
+        gradients.append((x.grad, layer.weight.grad))
+    assert all(map(torch.equal, *gradients)) and kept.requires_grad
+
+
 def test_a_region_with_blocks_of_its_own() -> None:
     """The first layer has the recipe from outside, the second one from inside, and the third none."""
     gradients = []

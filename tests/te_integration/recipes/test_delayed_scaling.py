@@ -729,7 +729,7 @@ def test_a_frozen_layer_keeps_the_history_of_its_gradients() -> None:
 def test_what_is_refused() -> None:
     with pytest.raises(ValueError, match="calibrating"), autocast(recipe=RECIPE, calibrating=True):
         pass
-    for options in ({"amax_history_len": 0}, {"amax_compute_algo": "mean"}):
+    for options in ({"amax_history_len": 0}, {"amax_compute_algo": "mean"}, {"amax_compute_algo": None}):
         with pytest.raises(ValueError, match=next(iter(options))):
             DelayedScaling(**options)  # type: ignore[arg-type]
     for algorithm in (lambda history: history, lambda history: history[0, :1]):

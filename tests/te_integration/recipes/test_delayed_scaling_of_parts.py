@@ -29,6 +29,20 @@ def test_each_product_has_the_limits_of_its_operands() -> None:
     torch.testing.assert_close(mlp.fp8_scale * mlp.fp8_amax_history[-1], largest)
 
 
+def test_a_module_that_does_not_run_may_keep_the_recipe_of_an_earlier_iteration() -> None:
+    layers = nn.Sequential(Linear(32, 32, dtype=BF16), Linear(32, 32, dtype=BF16))
+    model, x = DistributedDataParallel(layers), torch.randn(8, 32).to(BF16)
+    run(model, x).backward()
+    model.finish_grad_sync()
+    model.zero_grad_buffer()
+    with autocast(recipe=DelayedScaling(amax_history_len=4, margin=1)):
+        y = layers[0](x)
+    y.float().square().sum().backward()
+    model.finish_grad_sync()
+    largest = torch.tensor([448.0, 448.0, 57344.0])
+    torch.testing.assert_close(layers[0].fp8_scale * layers[0].fp8_amax_history.amax(0), largest / 2)
+
+
 def test_a_module_of_which_a_part_is_trained_has_new_scales_after_each_backward() -> None:
     mlp: Any = LayerNormMLP(32, 48, dtype=BF16)
     mlp.fc1_weight.requires_grad_(False)

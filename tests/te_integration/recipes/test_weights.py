@@ -161,6 +161,28 @@ def test_a_slice_without_a_gradient_so_far_may_change() -> None:
         with model.no_sync():
             output.float().sum().backward(inputs=[layer.q_weight])
         layer.k_weight.data.mul_(1.5)  # nobody is told
+    with torch.no_grad():
+        for seed in range(2):
+            with model.no_sync(), torch.enable_grad():
+                forward_backward(model, RECIPES[0], seed)
+            layer.k_weight.mul_(2)  # raises the version
+    fresh.load_state_dict(copy.deepcopy(layer.state_dict()))
+    with autocast(recipe=RECIPES[0]):
+        assert torch.equal(model(batch(0)), fresh(batch(0)))
+
+
+def test_inputs_of_an_iteration_that_need_a_gradient_and_inputs_that_do_not() -> None:
+    layer, model = wrapped()
+    with autocast(recipe=RECIPES[0]):
+        x = batch(0).requires_grad_()
+        first, second = model(x), model(batch(1))
+        with model.no_sync():
+            (first.float().sum() + second.float().sum()).backward()
+        check(model, layer, RECIPES[0], 2)
+        fresh = copy.deepcopy(layer.requires_grad_(False))
+        y = x.detach().requires_grad_()
+        fresh(y).float().sum().backward()
+    assert x.grad is not None and torch.equal(x.grad, y.grad)
 
 
 def test_another_dtype_of_products_between_microbatches() -> None:

@@ -66,6 +66,24 @@ class Case(NamedTuple):
     dim: int = 6
 
 
+class OneRank:
+    """In place of a process group, and of ``torch.distributed._symmetric_memory``, for a rank without others."""
+
+    group_name = "alone"
+
+    def size(self) -> int:
+        return 1
+
+    def rank(self) -> int:
+        return 0
+
+    def empty(self, nbytes: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.full((nbytes,), 0xFF, dtype=dtype)
+
+    def rendezvous(self, own: Tensor, group: str) -> Mapped:
+        return Mapped([own])
+
+
 CASES = [
     Case([5, 9, 5, 5]),
     Case([9, 9, 9, 9], "drop", 40),
@@ -144,3 +162,20 @@ def test_a_compiled_graph_holds_both_exchanges() -> None:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_results_and_gradients_are_those_of_all_to_all(ranks: int) -> None:
     assert run_ranks(differences, ranks) == [[]] * ranks
+
+
+def test_the_count_of_dropped_rows_goes_on_in_larger_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone: Any = OneRank()
+    monkeypatch.setattr(symmetric, "symmetric_memory", lambda: alone)
+    transport = symmetric.SymmetricExchange(2, alone, max_rows=10, capacity_factor=0.5)
+    counts, dropped = torch.tensor([3, 7]), []
+    for width in (4, 4, 400):  # the last ones need larger buffers
+        rows = torch.randn(10, width)
+        (received,), splits, sent = transport.send([rows], counts)
+        assert splits.tolist() == [3, 2]
+        assert torch.equal(received, rows[:5])
+        (back,) = transport.send_back([received], sent)
+        assert torch.equal(back, torch.cat((rows[:5], torch.zeros(5, width))))
+        assert transport.num_dropped is not None
+        dropped.append(int(transport.num_dropped))
+    assert dropped == [5, 10, 15]

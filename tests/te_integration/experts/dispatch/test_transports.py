@@ -1,5 +1,7 @@
 """What moves rows: the order of starts and waits, capacity, and what a captured step may hold."""
 
+import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from maingrad.ddp import (
 from maingrad.fsdp import fully_shard
 from maingrad.launch import simulate
 from maingrad.te_integration import Linear, TokenDispatcher, WgradQueue, delayed_wgrad
+from maingrad.te_integration.experts.dispatch import all_to_all
 from maingrad.te_integration.experts.dispatch.symmetric import SymmetricExchange
 
 C = 3
@@ -54,11 +57,11 @@ def with_ids_of_no_expert(tokens: Tokens) -> Tokens:
     """The rows beyond the capacity dropped by their ids."""
     ids, seen = tokens.ids.clone(), [0] * EXPERTS
     for row in range(ids.shape[0]):
-        for copy in range(ids.shape[1]):
-            expert = int(ids[row, copy])
+        for choice in range(ids.shape[1]):
+            expert = int(ids[row, choice])
             seen[expert] += 1
             if seen[expert] > C:
-                ids[row, copy] = EXPERTS
+                ids[row, choice] = EXPERTS
     return tokens._replace(ids=ids)
 
 
@@ -137,6 +140,29 @@ def assert_between_starts_and_waits(events: Events, work: str, times: int, part:
         for place in places:
             around = [event for event in own[:place] if event.startswith(("launch", "wait"))]
             assert around[-1].startswith("launch all_to_all_single float32"), (own, place)
+
+
+@pytest.mark.parametrize("options", [{}, {"transport": "capacity", "capacity": C}], ids=str)
+def test_rows_and_their_probabilities_are_both_awaited(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    awaited: list[tuple[int, ...]] = []
+
+    class Work:
+        def __init__(self, result: Tensor, *arguments: Any, **given: Any) -> None:
+            self.shape, self.work = result.shape, dist.all_to_all_single(result, *arguments, **given)
+
+        def wait(self) -> None:
+            awaited.append(tuple(self.shape))
+            self.work.wait()
+
+    monkeypatch.setattr(all_to_all, "dist", SimpleNamespace(all_to_all_single=Work))
+
+    def run() -> tuple[Tensor, ...]:
+        return TokenDispatcher(EXPERTS, **options).dispatch(*make_tokens(dist.get_rank(), 2))[:3]
+
+    for rows, _, probs in simulate(run, 2):
+        assert tuple(rows.shape) in awaited and tuple(probs.shape) in awaited
 
 
 def test_one_half_of_a_batch_is_computed_while_the_other_travels() -> None:
@@ -306,6 +332,11 @@ def test_rows_that_were_dropped_are_counted_over_all_calls() -> None:
     for calls in range(1, 3):
         dispatcher.dispatch(torch.ones(5, DIM), torch.ones(5, 1, dtype=torch.int64), torch.ones(5, 1))
         assert dispatcher.transport.num_dropped == 3 * calls
+
+
+def test_a_copy_of_a_model_has_the_same_dispatcher() -> None:
+    dispatcher = TokenDispatcher(EXPERTS, WORLD_OF_ONE, "capacity", capacity=2)
+    assert copy.deepcopy(dispatcher) is dispatcher
 
 
 def test_how_many_rows_a_symmetric_exchange_takes_and_gives() -> None:
