@@ -251,7 +251,7 @@ def forms_of(found: Any) -> list[Any]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_a_compiler_is_told_the_shapes_of_a_heads_gradients(dtype: torch.dtype) -> None:
-    run, targets, options = compiled_head, torch.arange(5), (-100, 0.1, 0.01, None, 1.0, False, 4)
+    run, targets, options = compiled_head, torch.arange(5), (-100, 0.1, 0.01, None, 1.0, 4)
     hidden, weight = torch.ones(5, K, dtype=dtype), torch.ones(V, K, dtype=dtype)
     losses = [each(hidden, weight, None, targets, *options) for each in (run._losses, run._fake_losses)]
     assert forms_of(losses[0]) == forms_of(losses[1])
