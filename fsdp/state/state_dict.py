@@ -370,19 +370,26 @@ def disagreement(said: Mapping[ShardedParameter, Sequence[str]], complaints: Seq
         grid, found = param.shard.grid, param.shard.model_slice
         grid = grid if found is None else grid._replace(tensor=found.group)
         by_grid.setdefault(grid.groups, (grid, []))[1].extend(texts)
-    answers = [
-        gather(("\n\t".join(complaints), texts), grid.axes, None, "the comparison of state dicts")
-        for grid, texts in by_grid.values()
-    ]
-    for everyone in answers:
-        complaining = [(rank, complaint) for rank, (complaint, _) in everyone.items() if complaint]
-        if complaining:
-            rank, complaint = complaining[0]
-            return complaint if len(complaining) == len(everyone) else f"{complaint} (on rank {rank})"
-    for everyone in answers:
-        (first, (_, ours)), *others = everyone.items()
-        for other, (_, theirs) in others:
-            for here, there in zip_longest(ours, theirs, fillvalue="nothing"):
-                if here != there:
-                    return f"state dicts differ between ranks: rank {first} has {here}, where rank {other} has {there}"
+    trouble = None
+    # Small grids first: what some ranks find out about their experts, all hear in the grid of the dense parameters.
+    for grid, texts in sorted(by_grid.values(), key=lambda each: each[0].size):
+        said_here = trouble, "\n\t".join(complaints), texts
+        trouble = _difference(gather(said_here, grid.axes, None, "the comparison of state dicts"))
+    return trouble
+
+
+def _difference(everyone: Mapping[int, tuple[str | None, str, Sequence[str]]]) -> str | None:
+    """Words for what keeps these ranks from an exchange: what one has heard elsewhere, complains of, or has other."""
+    heard = [trouble for trouble, _, _ in everyone.values() if trouble is not None]
+    if heard:
+        return heard[0]
+    complaining = [(rank, complaint) for rank, (_, complaint, _) in everyone.items() if complaint]
+    if complaining:
+        rank, complaint = complaining[0]
+        return complaint if len(complaining) == len(everyone) else f"{complaint} (on rank {rank})"
+    (first, (_, _, ours)), *others = everyone.items()
+    for other, (_, _, theirs) in others:
+        for here, there in zip_longest(ours, theirs, fillvalue="nothing"):
+            if here != there:
+                return f"state dicts differ between ranks: rank {first} has {here}, where rank {other} has {there}"
     return None

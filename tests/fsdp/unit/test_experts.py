@@ -301,3 +301,24 @@ def test_a_model_may_begin_with_its_experts(tmp_path: Path) -> None:
         return all(torch.equal(one.detach(), other.detach()) for one, other in pairs)
 
     assert simulate(save_and_load, 4) == [True] * 4
+
+
+@pytest.mark.parametrize("missing", ["0.weight", "1.weight"])
+def test_ranks_without_a_lost_state_of_experts_raise_with_the_others(missing: str) -> None:
+    """Rank 1 alone has lost a moment. Ranks 0 and 2 have other experts, and waited in the dense layer's exchange."""
+
+    def save_and_load() -> str:
+        model = begins_with_experts(0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        state = optimizer.state_dict()
+        if dist.get_rank() == 1:
+            names = [name for name, _ in model.named_parameters()]
+            state["state"][names.index(missing)].pop("momentum_buffer")
+        with pytest.raises(ValueError, match="state dicts differ between ranks") as raised:
+            optimizer.load_state_dict(state)
+        return str(raised.value)
+
+    messages = simulate(save_and_load, 4)
+    assert all(f"'momentum_buffer' of '{missing}'" in message for message in messages)
