@@ -414,8 +414,8 @@ def _pattern(program: Program, phase: Phase, micro: Micro, first: bool, last: bo
         or wrapper.find_unused  # which asks that forward returns all that the loss uses
     ):
         return "plain"
-    if pattern in BOTH_REDUCED and last and _delays(program, phase):  # what the first backward delays comes behind it
-        return "two backwards"
+    if pattern in BOTH_REDUCED and ((last and _delays(program, phase)) or _steps_in_hooks(wrapper)):
+        return "two backwards"  # what the first backward delays comes behind it; or the first would step
     recomputes = _recomputes(model)
     if pattern in INPUT_PATTERNS and (model.stem == "lookup" or program.dtype in ROUNDED):
         pattern = "plain"
