@@ -37,7 +37,7 @@ FAULTS = [
     Fault(
         "69d-whole-models-are-mapped",
         sentence="By the default all whole parameters of ZeRO-2 are in memory that the process never gives back.",
-        tests=[f"{TESTS}::test_who_maps_memory[zero2-options2-False]"],
+        tests=[f"{TESTS}::test_who_maps_memory[zero2-options3-False]"],
         changes=[
             Change(
                 "maingrad.fsdp.iteration.connect",
