@@ -269,6 +269,11 @@ class Readiness:
             param.grad = arrived
 
     def _note_write(self, bucket: Bucket) -> None:
+        """The bucket holds a gradient. CUDA: the current stream has written it, and a launch waits for this stream.
+
+        Autograd runs a parameter's hook on the stream of the parameter's forward, where the backward has written
+        ``main_grad``, also if this backward has returned None. A delayed gradient is reported where it was computed.
+        """
         if bucket.idle:
             bucket.phase = Phase.ACCUMULATING
         if self._raw_stream is not None:

@@ -209,7 +209,11 @@ class GradReduction:
 
     @property
     def num_collectives(self) -> int:
-        """Number of collectives for one bucket."""
+        """Number of collectives for one bucket, in ``inside`` and ``across`` together.
+
+        The launcher makes as many streams. On CPUs it has to know whether there is a second one, which begins in a
+        wait: all ranks must then wait in one order. A form with two collectives inside an instance counts both.
+        """
         return len(list(self.grid.axes))
 
     def owned_range(self, numel: int) -> tuple[int, int]:

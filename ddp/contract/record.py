@@ -43,7 +43,9 @@ class WrittenInForward(Protocol):
 class GradRecord:
     """Our provider's state of one parameter in the current iteration.
 
-    The parameter owns the record; the record holds no reference to the parameter.
+    The parameter owns the record; the record holds no reference to the parameter. ``reset`` ends the record's
+    iteration. A unit that reduces every microbatch resets after each reduction (``GradRounds.finish_reduction``): to
+    its records each microbatch is an iteration, and begins with a first write.
     """
 
     def __init__(
@@ -55,7 +57,9 @@ class GradRecord:
         self.view = view
         """The accumulator ``main_grad``: the parameter's shape, a view of its bucket."""
         self.first_write_overwrites = first_write_overwrites
-        """Only our fused modules own the parameter. ``view`` is never zeroed then: the first write has beta = 0."""
+        """The first write of an iteration has beta = 0, and ``view`` is never zeroed before it. So every writer must
+        call ``open_for_write``. Under ``DistributedDataParallel`` this is known where only our fused modules own the
+        parameter. In a unit every writer does, whichever module owns it."""
         self.shared = shared
         """More than one module registers the parameter (a tied weight)."""
         self.updater: object | None = None

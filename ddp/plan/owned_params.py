@@ -41,7 +41,10 @@ __all__ = [
     "take_marks",
 ]
 
-# ---- Megatron-core's marks of model parallelism on parameters. No other file reads them.
+# ---- Megatron-core's marks of model parallelism on parameters. They are read here. What they say of a slice is read in
+# ---- ``slice_of_marks`` (``model_slice.py``), with ``partition_dim`` and ``partition_stride``. Two other files read
+# ---- one mark each: ``tensor_parallel/layouts.py`` the first one, of a DTensor, and ``checkpoint/checkpoint.py`` the
+# ---- last one.
 #
 # allreduce = False                   an expert, which only some ranks hold
 # tensor_model_parallel = True        a slice: tensor-parallel ranks hold the whole parameter together

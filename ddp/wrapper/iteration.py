@@ -203,7 +203,8 @@ class BucketIteration(AroundModule):
         return self.ddp_config.can_wait_by_bucket and alone
 
     def wait_for_buckets(self, buckets: Iterable[Bucket]) -> None:
-        """After ``start_grad_sync``: wait for some buckets. After the last bucket, ``finish_grad_sync`` is done.
+        """Step 7 of docs/by_hand.py in parts: after ``start_grad_sync``, wait for some buckets. After the last one,
+        ``finish_grad_sync`` is done.
 
         ``DistributedOptimizer.step`` so updates buckets while others are reduced, if ``can_wait_by_bucket``.
         """

@@ -194,7 +194,8 @@ class Root:
     def release_after_forward(self, unit: Unit, *, has_graph: bool) -> None:
         """Free the whole parameters after a forward, unless the backward comes next."""
         in_backward = self._backward is not None and unit in self._backward.entered
-        # The last unit of the forward stays gathered, because backward begins with it.
+        # The last unit of the forward stays gathered, because backward begins with it. Which one is the last is known
+        # from the forward before: the first forward frees it, and its backward gathers it again.
         if not in_backward and (not has_graph or (unit.reshards and not self.gathers.came_last(unit))):
             self.gathers.release(unit)
 

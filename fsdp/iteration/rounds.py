@@ -73,7 +73,8 @@ class GradRound:
                  microbatch or after it
     ===========  ========================================  ========================================  =================
 
-    Sent is launched: ``Phase.REDUCED`` of ``ddp/buckets/bucket.py`` says that the sum has arrived.
+    Sent is launched: ``Phase.REDUCED`` of ``ddp/buckets/bucket.py`` says that the sum has arrived. With one instance
+    SENT_INSIDE is over all ranks too: a unit that the last microbatch does not reach then has nothing more to send.
 
     From every state to IDLE if the iteration is given up: backward has failed, and the next forward begins a new one.
 

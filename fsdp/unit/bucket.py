@@ -268,7 +268,7 @@ class ShardedBucket:
                 GradRecord(
                     slot.spec.name,
                     self.whole_grads.data[slot.start : slot.end].view(slot.spec.shape),
-                    first_write_overwrites=True,
+                    first_write_overwrites=True,  # whoever writes asks the record: see ``attach_lazily``
                     shared=len(pair.places) > 1,
                 )
                 for slot, pair in zip(self.layout.slots, self.pairs, strict=True)

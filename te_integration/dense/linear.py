@@ -49,7 +49,12 @@ __all__ = [
 
 
 class Execution(Protocol):
-    """How one product runs: ``PLAIN``, a ``ProductUse``, or what other files bring."""
+    """How one product runs: ``PLAIN``, a ``ProductUse``, or what other files bring.
+
+    Another way to run products is a class with this method in a file of its own, an attribute of ``_Brought`` that the
+    file sets, and a branch of ``LinearModule.execution``. Traced code chooses in ``compiled_linear.py``. Experts have
+    no such object: ``multiply_rows`` in ``experts/grouped_module.py`` chooses for them.
+    """
 
     def multiply(self, input: Tensor, weights: Sequence[Tensor], bias: Tensor | None) -> Tensor:
         """``x W^T + b``: x [..., K], weights [N_i, K] each (slices of W along N), b [N] -> [..., N]."""
