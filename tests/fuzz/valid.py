@@ -500,6 +500,8 @@ def _extra(program: Program, phase: Phase, extra: Extra, count: int, alike: bool
         at = min(extra.at, count + 1)
         if at == count and kind in FORWARDS and fsdp and _delays(program, phase):
             at += 1  # from the last backward to the reductions there is no other forward
+        if at == count and kind == "state_dict" and fsdp and not _launches_alike(program, phase):
+            at += 1  # it is a collective, and a rank that has delayed nothing has reduced already
         if at == count and kind in (*FORWARDS, "state_dict") and _steps_in_hooks(phase.wrapper):
             at += 1  # the last backward has updated the weights, and plain PyTorch updates them after this place
     ranks = _some(extra.ranks, phase.ranks) if kind in RANK_DEPENDENT else ()

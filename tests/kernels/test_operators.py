@@ -10,7 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from triton_devices import nan_filled_memory
 
 from maingrad import kernels
-from maingrad.kernels import operators
+from maingrad.kernels.grouped import operators
+from maingrad.kernels.permutation.operators import permute_rows_op, unpermute_rows_op
 
 GENERATOR = torch.Generator().manual_seed(0)
 E, T, N, K = 3, 7, 6, 4
@@ -68,8 +69,8 @@ CASES: list[tuple[Any, tuple[Any, ...], Callable[[], Tensor]]] = [
         (DY.double(), [BIASES.double()], OFFSETS),
         lambda: kernels.grouped_scale_grad(DY.double(), BIASES.double(), OFFSETS),
     ),
-    (operators.permute_rows_op, (TOKENS, IDS), lambda: kernels.permute_rows(TOKENS, IDS)),
-    (operators.unpermute_rows_op, (ROWS, IDS), lambda: kernels.unpermute_rows(ROWS, IDS)),
+    (permute_rows_op, (TOKENS, IDS), lambda: kernels.permute_rows(TOKENS, IDS)),
+    (unpermute_rows_op, (ROWS, IDS), lambda: kernels.unpermute_rows(ROWS, IDS)),
 ]
 
 
@@ -89,8 +90,8 @@ def test_an_operator_is_its_function_and_its_fake_has_its_shape(case: int) -> No
 
 def test_gradients_of_permutations_are_each_other() -> None:
     for operator, source, other in (
-        (operators.permute_rows_op, TOKENS, kernels.unpermute_rows),
-        (operators.unpermute_rows_op, ROWS, kernels.permute_rows),
+        (permute_rows_op, TOKENS, kernels.unpermute_rows),
+        (unpermute_rows_op, ROWS, kernels.permute_rows),
     ):
         leaf = source.clone().requires_grad_()
         out = operator(leaf, IDS)
