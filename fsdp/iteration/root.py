@@ -19,6 +19,13 @@ files is said where they call it::
                     7  keep the gradients, or launch their reduction  GradRounds.leave
     end_backward    8  send what is left; .grad is complete           GradRounds, GradShard (../unit/grad_shard.py)
 
+``begin`` comes first, in step 1 of the outermost unit: it gives up an iteration that has failed, and drops gathers that
+are older than the shards.
+
+Where placements keep parameters whole (ZeRO-2), ``release`` frees nothing, and the later gathers of an iteration find
+the unit gathered. After an iteration ``notice_changes`` says that it is not. So step 1 of the next forward gathers what
+the optimizer has changed, once. Steps 5 to 8 are those of ZeRO-3.
+
 Gathers and reductions run on streams and communicators of their own. The host waits only with a backend without
 streams (gloo). The gathers' stream owns the memory of whole parameters. Before this stream uses memory again, it waits
 for the streams that have read the earlier contents.
@@ -194,7 +201,8 @@ class Root:
     def release_after_forward(self, unit: Unit, *, has_graph: bool) -> None:
         """Free the whole parameters after a forward, unless the backward comes next."""
         in_backward = self._backward is not None and unit in self._backward.entered
-        # The last unit of the forward stays gathered, because backward begins with it.
+        # The last unit of the forward stays gathered, because backward begins with it. If no backward comes, the next
+        # forward finds it gathered, or ``notice_changes`` drops it.
         if not in_backward and (not has_graph or (unit.reshards and not self.gathers.came_last(unit))):
             self.gathers.release(unit)
 
@@ -397,7 +405,10 @@ class Root:
                 unit.registered.show_shards()
 
     def abandon(self) -> None:
-        """Give up the iteration after a backward that has failed: gradients that are not reduced are lost."""
+        """Give up the iteration after a backward that has failed: gradients that are not reduced are lost.
+
+        What was reduced before, of earlier microbatches too, stays in ``.grad`` until the program clears it.
+        """
         backward, self._backward = self._backward, None
         for unit in () if backward is None else backward.entered:
             unit.registered.show_shards()
