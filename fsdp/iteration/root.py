@@ -290,7 +290,8 @@ class Root:
         backward.entered[unit].discard(forward)
         if backward.entered[unit] or trace.comes_again(forward, task):
             return
-        # 6. Free the whole parameters, and gather ahead: a gather that is issued after the reduction waits for it.
+        # 6. Free the whole parameters, and gather ahead: a gather that is issued after the reduction waits for it. Two
+        # units, since backward may have entered the first of them by now.
         self._leave_unit(unit, backward)
         self._prefetch(forward, trace, task, 2)
         # 7. Keep the gradients, or launch their reduction.
