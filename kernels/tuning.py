@@ -3,6 +3,10 @@
 Nothing is measured at run time. A lookup is a pure function of shapes, so runs are reproducible, and a CUDA graph
 capture needs no warm-up for it. An unmeasured shape gets the configuration of the nearest measured one. A GPU without
 a table gets the default of the kernel. ``maingrad tune`` measures and writes a table.
+
+The products of experts and the dense weight gradient have rows: their callers ask ``config_of``. Every other kernel has
+a few constant configurations beside it. One that is to be tuned needs a name of an operation, whose sizes fit
+``Problem``, and candidates and operands in ``launch/tuning``.
 """
 
 import csv

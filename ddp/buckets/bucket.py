@@ -20,7 +20,7 @@ class Phase(enum.Enum):
     IDLE = "idle"
     """No gradient was written."""
     ACCUMULATING = "accumulating"
-    """Some contributions are written."""
+    """Some contributions are written, or, where they are delayed, queued."""
     READY = "ready"
     """The last contribution of every parameter is written."""
     REDUCING = "reducing"

@@ -22,6 +22,8 @@ On CPUs there are no streams: gloo's threads reduce, and step 7 waits for them o
 Readiness does not depend on earlier iterations, and does not count calls. All ranks must issue the collectives of a
 group in one order, but may see gradients in different orders. So a ready bucket waits for its predecessors in the plan.
 
+A delayed weight gradient (``contract/delayed.py``) is written after its hook. ``on_delayed_wgrad`` goes on with 5.2.
+
 What else may happen has a file of its own: parameters that a forward does not use (``graph_walk.py``), gradients whose
 memory is freed (``released.py``), NaN (``nan_check.py``), several backwards for one iteration (``wrapper/parts.py``).
 """
@@ -269,10 +271,11 @@ class Readiness:
             param.grad = arrived
 
     def _note_write(self, bucket: Bucket) -> None:
-        """The bucket holds a gradient. CUDA: the current stream has written it, and a launch waits for this stream.
+        """The bucket holds a gradient, or a backward has queued one that is written later.
 
-        Autograd runs a parameter's hook on the stream of the parameter's forward, where the backward has written
-        ``main_grad``, also if this backward has returned None. A delayed gradient is reported where it was computed.
+        CUDA: the current stream has written it, and a launch waits for this stream. Autograd runs a parameter's hook on
+        the stream of the parameter's forward, where the backward has written ``main_grad``, also if this backward has
+        returned None. A delayed gradient is reported where it was computed.
         """
         if bucket.idle:
             bucket.phase = Phase.ACCUMULATING

@@ -86,11 +86,11 @@ class CheckpointRanks(NamedTuple):
         return ranks // self.grid.outer_size if self.instances_alike else ranks
 
     def run_on_all_ranks(self, action: Callable[[], T], what: str) -> T:
-        """Run ``action`` on every rank. Where it raises on one rank, all raise; see ``agreement.alike``."""
+        """Run ``action`` on every rank. Where it raises on one rank, all raise; see ``failure_report.py``."""
         return self.run_and_gather(action, lambda _: None, what)[0]
 
     def run_and_gather(self, action: Callable[[], T], telling: Callable[[T], U], what: str) -> tuple[T, list[U]]:
-        """``alike``, and return what every rank tells of its result; see ``agreement.run_and_gather``."""
+        """``run_on_all_ranks``, and return what every rank tells of its result; see ``failure_report.py``."""
         return run_and_gather(action, telling, self.axes, self.failures, what)
 
 

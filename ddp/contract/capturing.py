@@ -1,4 +1,8 @@
-"""Weight gradients of a backward that is captured into a graph: what the capture notes, and what each replay says.
+"""Weight gradients of a layer's captured backward: what the capture notes, and what each replay says.
+
+This serves graphs of single layers (``te_integration/graphs``), whose replays are parts of an eager iteration. A
+graphed step (``ddp/graphs/training_step.py``) needs none of it: its capture runs the Python of a whole iteration, and
+after each replay every flag, record and bucket is as between two eager iterations.
 
 A replay runs kernels and no Python. So a capture computes nothing for a provider: no flag is set, no record is opened,
 nothing is queued. A forward that is captured gives its products a ``CapturedTarget``, which hands them to the running

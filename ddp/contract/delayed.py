@@ -1,6 +1,18 @@
 """Weight gradients that are computed some time after backward: ``DelayedTarget`` and its entries in a queue.
 
 A backward puts a ``DelayedWgrad`` into a queue. Everything else it does at once: errors, the flag, what autograd gets.
+So the parameter's hook runs before the gradient exists, and our provider hears of the gradient a second time::
+
+    backward  DelayedTarget.deliver --> DelayedWgrad, which is pending in each weight's record --> queue; hand_over
+    hook      clears the flag; a parameter with something pending is not ready yet
+    later     queue.drain() --> DelayedWgrad.run --> DelayedTarget._compute: main_grad (+)= dW
+                  --> GradRecord.delayed_wgrad_done --> the provider's on_delayed_wgrad: the parameter may be ready now
+
+"Later" is a drain or ``backward_dw()``. Under our ``DistributedDataParallel`` it is the first read of ``.grad``, or the
+step, at the latest (``compute_pending``).
+
+The queue holds its entries, and these hold the operands and the target. Nothing here holds the queue: the target of a
+graph, and what a record lists as pending, refer to it weakly.
 """
 
 import functools

@@ -1,4 +1,4 @@
 """What torch's optimizers and clipping functions see of gradients in buckets, and errors where they would see nothing.
 
-Imports ``contract`` and ``ddp/torch_internals``.
+Imports ``plan`` and the folders below it, and ``kernels`` for the updates of ``Muon``.
 """

@@ -5,13 +5,22 @@ forward when it reaches the first of the forward's outputs. Backward has passed 
 the forward's inputs. The units of one outermost forward are entered in reverse order::
 
     forward    outermost( block 0 | block 1 | block 2 )      trace: [block 0, block 1, block 2, outermost]
-    backward   enter outermost | enter, pass block 2 | enter, pass block 1 | enter, pass block 0 | end of backward
+    backward   enter outermost | enter 2 | enter 1, pass 2 | enter 0, pass 1 | pass 0 | end of backward
 
 ``ForwardTrace`` is that order. It follows from the forwards alone, and so is the same on all ranks. It does not depend
 on which outputs, and graphs with them, the program has kept.
 
+An output of block 1 is an input of block 2, as a rule: one tensor with two hooks, of which the one that enters block 1
+came first. So backward is in both units for a moment, and ``Root`` gathers ahead only when it has passed block 2.
+
 ``backward()`` delivers gradients to all leaves that it reaches. ``autograd.grad`` and ``backward(inputs=...)`` deliver
 gradients to the given inputs alone. If these are not parameters, the backward is no part of an iteration.
+
+A recompute of code inside a unit runs while backward is in the unit, whose modules register the whole parameters then.
+A recompute around a unit calls the unit again, inside backward. Where it is not reentrant, hooks of the first forward
+have entered the unit before: the recompute finds it gathered, and no backward comes through hooks of its own. A
+reentrant one has left no hooks in its first forward. Then the recompute gathers the unit and frees it, unless it came
+last. The nested backward enters the unit, gathers it again, and leaves it at its end. Neither gather is ahead of use.
 """
 
 import weakref

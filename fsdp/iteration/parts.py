@@ -1,4 +1,7 @@
-"""Sharded models whose parts run by turns: stages or chunks of a pipeline schedule, each with units of its own."""
+"""Sharded models whose parts run by turns: stages or chunks of a pipeline schedule, each with units of its own.
+
+``FSDPModule.no_sync`` asks here too, so that one file says which backward is an iteration's last.
+"""
 
 import weakref
 from collections.abc import Iterator

@@ -19,6 +19,13 @@ files is said where they call it::
                     7  keep the gradients, or launch their reduction  GradRounds.leave
     end_backward    8  send what is left; .grad is complete           GradRounds, GradShard (../unit/grad_shard.py)
 
+``begin`` comes first, in step 1 of the outermost unit: it gives up an iteration that has failed, and drops gathers that
+are older than the shards.
+
+Where placements keep parameters whole (ZeRO-2), ``release`` frees nothing, and the later gathers of an iteration find
+the unit gathered. After an iteration ``notice_changes`` says that it is not. So step 1 of the next forward gathers what
+the optimizer has changed, once. Steps 5 to 8 are those of ZeRO-3.
+
 Gathers and reductions run on streams and communicators of their own. The host waits only with a backend without
 streams (gloo). The gathers' stream owns the memory of whole parameters. Before this stream uses memory again, it waits
 for the streams that have read the earlier contents.
@@ -134,9 +141,12 @@ class Root:
 
     def gather_for_forward(self, unit: Unit) -> None:
         """Gather a unit whose forward starts and, except in a recompute, the one that came next the last time."""
-        following = self.gathers.forward_enters(unit) if current_backward() == -1 else []
+        following: Sequence[Unit] = []
+        if current_backward() == -1:  # a recompute's unit is followed by another one's backward
+            predicted = self.gathers.forward_enters(unit)
+            following = predicted if unit.forward_prefetch is None else unit.forward_prefetch
         self.gathers.gather(unit)
-        for other in following if unit.forward_prefetch is None else unit.forward_prefetch:
+        for other in following:
             self.gathers.gather(other)
 
     def post_forward(self, unit: Unit, outputs: Any) -> Any:
@@ -195,7 +205,8 @@ class Root:
         """Free the whole parameters after a forward, unless the backward comes next."""
         in_backward = self._backward is not None and unit in self._backward.entered
         # The last unit of the forward stays gathered, because backward begins with it. Which one is the last is known
-        # from the forward before: the first forward frees it, and its backward gathers it again.
+        # from the forward before: the first forward frees it, and its backward gathers it again. If no backward comes,
+        # the next forward finds it gathered, or ``notice_changes`` drops it.
         if not in_backward and (not has_graph or (unit.reshards and not self.gathers.came_last(unit))):
             self.gathers.release(unit)
 
@@ -283,7 +294,8 @@ class Root:
         backward.entered[unit].discard(forward)
         if backward.entered[unit] or trace.comes_again(forward, task):
             return
-        # 6. Free the whole parameters, and gather ahead: a gather that is issued after the reduction waits for it.
+        # 6. Free the whole parameters, and gather ahead: a gather that is issued after the reduction waits for it. Two
+        # units, since backward may have entered the first of them by now.
         self._leave_unit(unit, backward)
         self._prefetch(forward, trace, task, 2)
         # 7. Keep the gradients, or launch their reduction.
@@ -398,7 +410,10 @@ class Root:
                 unit.registered.show_shards()
 
     def abandon(self) -> None:
-        """Give up the iteration after a backward that has failed: gradients that are not reduced are lost."""
+        """Give up the iteration after a backward that has failed: gradients that are not reduced are lost.
+
+        What was reduced before, of earlier microbatches too, stays in ``.grad`` until the program clears it.
+        """
         backward, self._backward = self._backward, None
         for unit in () if backward is None else backward.entered:
             unit.registered.show_shards()

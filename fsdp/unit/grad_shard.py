@@ -216,6 +216,7 @@ class GradShard:
             self.publish()
 
     def _into_total(self, grads: Tensor, total: Tensor, adds: bool) -> Generator[Any, None, None]:
+        # A reduction that overwrites the total writes there; the result of one that adds lies in ``grads`` before.
         mine = yield from self._reduction.inside(grads, None if adds else total)
         if mine is not total:
             _accumulate(total, mine, adds)

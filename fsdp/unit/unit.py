@@ -91,7 +91,8 @@ class Unit:
         self.root_reference: weakref.ref[Root] | None = None
         """The model's root; None before the first forward of the model."""
         self.gathered = False
-        """The gather of the whole parameters was issued, and they are not freed."""
+        """The gather of the whole parameters was issued, and they are not freed. Where placements keep their memory,
+        False says that ``notice_changes`` has found them older than the shards."""
         self.freed = torch.cuda.Event() if device.type == "cuda" else None
         """CUDA: recorded after the last read of the whole parameters."""
         self.num_unshards = 0

@@ -1,4 +1,7 @@
-"""Configurations of the weight-gradient kernel: the candidates for tuning, and the default."""
+"""Configurations of the weight-gradient kernel: the candidates for tuning, and the default.
+
+Those of the forward and the dgrad stand beside their kernel, in ``gemm_triton.py``.
+"""
 
 from typing import NamedTuple
 

@@ -2,6 +2,9 @@
 
 Legend: E experts, T rows, K input features, N output features. Expert e has the rows from offsets[e] up to, but not
 including, offsets[e + 1]. Rows from offsets[E] on are padding.
+
+A gradient goes the way that ``dense/linear.py`` tells, and comments have the numbers of its steps. Step 2.1 is in the
+forward of each module, and 2.2 in ``GroupedModule.multiply_rows``. ``GroupedWgrad`` (``ddp/contract``) computes in 3.4.
 """
 
 from collections.abc import Sequence
@@ -169,6 +172,7 @@ class _FusedGroupedLinear(torch.autograd.Function):
         with _without_autocast(input.device.type):
             bias = per_expert(biases, call.packed_bias, call.dtype) if biases else None
             y, of_input = call.products.output(ctx, input, weights, bias, scale)
+        # Step 2.3: what backward needs is saved.
         ctx.save_for_backward(
             scale if needs_db else None,
             *(weights if needs_dx else ()),
@@ -187,6 +191,7 @@ class _FusedGroupedLinear(torch.autograd.Function):
         use: ProductUse = ctx.use
         count = call.num_weights
         needs_dx, _, _, *needs = ctx.needs_input_grad
+        # Steps 3.1 and 3.2: who asks for each weight's gradient, and where it goes.
         wanted, places = wanted_and_places(ctx, needs[:count])
         if torch.is_grad_enabled():
             raise RuntimeError(
@@ -198,6 +203,7 @@ class _FusedGroupedLinear(torch.autograd.Function):
         num_biases = len(needs) - count - 1 if needs[-1] else 0
         biases, of_input = others[:num_biases], others[num_biases:]
         with _without_autocast(dy.device.type):
+            # Step 3.3: the gradient of the input. Those of the biases come last.
             dx, left, right = call.products.gradients(ctx, dy, weights, of_input)
             if dx is not None:
                 dx = cast(dx, ctx.input_dtype) if call.grad_input is None else _written(dx)
@@ -205,6 +211,7 @@ class _FusedGroupedLinear(torch.autograd.Function):
             if of_input:
                 if use.transposed:
                     left, right = right, left
+                # Steps 3.4 and 3.5: one product for the weights of all experts, now or from a queue; then the flags.
                 dws = weight_grads(ctx, wanted, places, (left, right, call.offsets))
             return (dx, None, None, *dws, *_bias_grads(ctx, dy, scale, biases))
 

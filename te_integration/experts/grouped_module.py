@@ -116,6 +116,7 @@ class GroupedModule(LinearModule, nn.Module):
             return compiled_grouped_linear(
                 rows, weights, biases, offsets, key, product, bias_scale=bias_scales, transposed=self.transposed
             )
+        # Step 2.2 of ``dense/linear.py``: quantised, or of the tensors as they are; and where weight gradients go.
         recipe = recipe_of_forward(self, rows)
         run: Callable[..., Tensor] = fused_grouped_linear
         if recipe is not None and rows.shape[0]:  # without rows there is nothing to quantise

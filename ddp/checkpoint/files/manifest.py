@@ -9,7 +9,9 @@ a model that does not fit is refused before any tensor changes. The manifest als
 A box is the number of the rank whose file has it, offsets, and sizes. Each element is in one box. Where in its file a
 box lies, the file says (``rank_file.py``). Elements are stored in the byte order of the machine.
 
-Version 4 is the only one that is read. docs/upgrade_checkpoint.py rewrites version 3.
+Version 4 is the only one that is read. docs/upgrade_checkpoint.py rewrites version 3. A new field of ``SavedTensor``,
+``SavedOptimizer`` or ``Manifest`` is written by ``encoded`` without more, and read where ``_manifest_of`` names it:
+files of before have none.
 """
 
 import json

@@ -451,3 +451,28 @@ def test_units_inside_units_are_gathered_ahead() -> None:
         return layers[0].in_forward, layers[2].in_backward
 
     assert simulate(on_each_rank, 2) == [([0, 1], [1, 2])] * 2
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_recompute_gathers_no_units_that_backward_has_passed(named: bool) -> None:
+    """Units that a program names for the forward are those that come next there, and have gone by in backward."""
+
+    class Checkpointed(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self:
+                x = checkpoint(layer, x, use_reentrant=False)
+            return x
+
+    def on_each_rank() -> list[list[int]]:
+        model: Any = Checkpointed(*[Notes(8, 8) for _ in range(4)])
+        for layer in model:
+            fully_shard(layer)
+            layer.look = lambda: [index for index, unit in enumerate(model.units[1:]) if unit.gathered]
+        fully_shard(model)
+        for index in range(3) if named else ():
+            model[index].set_modules_to_forward_prefetch([model[index + 1]])
+        for _ in range(2):  # the first one learns the order
+            model(torch.ones(2, 8, requires_grad=True)).sum().backward()
+        return [layer.in_forward for layer in model]  # the last one was the recompute
+
+    assert simulate(on_each_rank, 2) == [[[0], [0, 1], [1, 2], [2, 3]]] * 2
