@@ -241,9 +241,15 @@ class DelayedWgrad:
             current.wait_stream(self._producer)
             self._write(self, *operands)
             # Freed now, the operands' memory would go to the producing stream's next kernels while this stream still
-            # reads it. The queue keeps the entry until ``in_use`` is False.
-            self._done = torch.cuda.Event()
-            self._done.record(current)
+            # reads it. The queue keeps the entry until ``in_use`` is False. A capture asks no event, so there the
+            # allocator is told, which gives such memory to nobody until the capture has ended.
+            if torch.cuda.is_current_stream_capturing():
+                for tensor in tensors:
+                    tensor.record_stream(current)
+                self._operands = None
+            else:
+                self._done = torch.cuda.Event()
+                self._done.record(current)
         _waiting.discard(self)
         for record in self._records:
             record.delayed_wgrad_done(self.pending)
@@ -270,8 +276,8 @@ class DelayedWgrad:
 
     @property
     def in_use(self) -> bool:
-        """Whether, after ``run``, another stream still reads the operands."""
-        return self._done is not None and not self._done.query()
+        """Whether, after ``run``, another stream may still read the operands. CUDA forbids to ask in a capture."""
+        return self._done is not None and (torch.cuda.is_current_stream_capturing() or not self._done.query())
 
 
 def live_queue(reference: "weakref.ref[Any]", owner: str) -> Any:

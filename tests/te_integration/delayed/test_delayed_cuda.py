@@ -8,7 +8,12 @@ import torch.distributed as dist
 from gloo import run_ranks
 from torch import nn
 
-from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
+from maingrad.ddp import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    DistributedOptimizer,
+    GraphedTrainingStep,
+)
 from maingrad.te_integration import LayerNormLinear, LayerNormMLP, Linear, WgradQueue, delayed_wgrad
 from maingrad.te_integration.wgrad_queue import drain_modules
 
@@ -106,3 +111,33 @@ def test_memory_of_queued_tensors_is_not_given_away() -> None:
     torch.cuda.synchronize()
     ddp.finish_grad_sync()
     torch.testing.assert_close(layer.weight.main_grad, expected, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.gpu
+def test_a_graphed_step_may_drain_on_another_stream() -> None:
+    def trained(graphed: bool) -> list[torch.Tensor]:
+        ddp = DistributedDataParallel(
+            build("cuda", delay=False),
+            DistributedDataParallelConfig(overlap_grad_reduce=True, use_distributed_optimizer=True, bucket_size=5000),
+        )
+        optimizer = DistributedOptimizer(ddp, lr=1e-2)
+        queue, side = WgradQueue(), torch.cuda.Stream()
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            with delayed_wgrad(queue):
+                loss = ddp(x).float().square().mean()
+            loss.backward()
+            with torch.cuda.stream(side):
+                queue.drain()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        call = GraphedTrainingStep(step, ddp, optimizer) if graphed else step
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(6):
+            call(torch.randn(32, 64, generator=generator).to("cuda", torch.bfloat16))
+        return [parameter.detach().cpu() for parameter in ddp.parameters()]
+
+    for eager, replayed in zip(trained(False), trained(True), strict=True):
+        assert torch.equal(eager, replayed)

@@ -19,7 +19,8 @@ class Device:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.events: list[tuple[Any, ...]] = []
         self.current = self.stream("producer")
-        self.finished = False
+        self.finished = self.captures = False
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.captures)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda _: self.current)
         monkeypatch.setattr(torch.cuda, "Event", self.event)
 
@@ -27,13 +28,16 @@ class Device:
         return SimpleNamespace(name=name, wait_stream=lambda other: self.events.append((name, "waits for", other.name)))
 
     def event(self) -> Any:
-        return SimpleNamespace(
-            record=lambda stream: self.events.append((stream.name, "records")), query=lambda: self.finished
-        )
+        def query() -> bool:
+            assert not self.captures, "CUDA raises"
+            return self.finished
+
+        return SimpleNamespace(record=lambda stream: self.events.append((stream.name, "records")), query=query)
 
     def entry(self) -> DelayedWgrad:
         operand = SimpleNamespace(is_cuda=True, device="cuda:0", _version=0)
         operand.tensors = (operand,)
+        operand.record_stream = lambda stream: self.events.append((stream.name, "keeps memory"))
 
         def write(entry: DelayedWgrad, dy: Any, x: Any) -> None:
             assert entry.backward == 1 and dy is operand and x is operand
@@ -74,3 +78,21 @@ def test_on_its_own_stream_it_waits_for_nothing(monkeypatch: pytest.MonkeyPatch)
     entry.run()
     assert device.events == [("producer", "writes")]
     assert entry._operands is None
+
+
+def test_a_capture_asks_no_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that drains its queue on another stream is captured: the allocator keeps the memory, also of trials."""
+    device = Device(monkeypatch)
+    queue, producer = WgradQueue(), device.current
+    for device.captures in (False, True, True):
+        device.current = producer
+        queue.put(device.entry())
+        device.current = device.stream("drain")
+        queue.drain()
+    captured = [("drain", "waits for", "producer"), ("drain", "writes"), *[("drain", "keeps memory")] * 2]
+    assert device.events[3:] == 2 * captured
+    assert len(queue._retired) == 1, "the trial's, which nobody may ask"
+    device.captures, device.finished = False, True
+    queue.put(device.entry())
+    queue.drain()
+    assert queue._retired == []
