@@ -18,6 +18,7 @@ from maingrad.ddp import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
     DistributedOptimizer,
+    GraphedTrainingStep,
     load_checkpoint,
     recorded_backward_order,
     save_checkpoint,
@@ -103,6 +104,35 @@ def wrapped_first(name: str, size: int, *ranks: Any) -> None:
 @pytest.mark.parametrize("name", ["DistributedDataParallel", "fully_shard"])
 def test_a_group_made_after_wrapping_is_refused_at_the_next_forward(name: str, size: int) -> None:
     simulate(wrapped_first, size, name, size)
+
+
+def captured_first(size: int) -> None:
+    """The same of a program that has captured its step before."""
+    rank = leave_all()
+    model = DistributedDataParallel(make_model())
+    optimizer = DistributedOptimizer(model, lr=0.1)
+
+    def train_step(x: Tensor) -> None:
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step = GraphedTrainingStep(train_step, model, optimizer)
+    for _ in range(4):
+        step(make_batches(1)[0])
+    join_all(rank, size)
+    if size == 1:
+        step(make_batches(1)[0])
+        return
+    before = [param.detach().clone() for param in model.parameters()]
+    with pytest.raises(RuntimeError, match=r"DistributedDataParallel.*before torch.distributed.init_process_group"):
+        step(make_batches(1)[0])
+    assert all(map(torch.equal, model.parameters(), before))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_group_made_after_a_capture_is_refused_at_the_next_replay(size: int) -> None:
+    simulate(captured_first, size, size)
 
 
 @pytest.mark.parametrize("name", ["DistributedDataParallel", "fully_shard"])

@@ -13,6 +13,7 @@ from maingrad.ddp import (
     DistributedOptimizer,
     GraphedTrainingStep,
 )
+from maingrad.ddp.collectives.streams import is_capturing
 from maingrad.ddp.graphs.step_options import StepOptions
 from maingrad.fsdp import fully_shard
 from maingrad.launch import simulate
@@ -170,6 +171,42 @@ def test_a_sharded_average_of_the_weights() -> None:
         return seen
 
     check_equal(program)
+
+
+def test_a_failed_capture_leaves_a_sharded_model_as_it_was() -> None:
+    """What the capture wrote to shards is taken back, and so are the whole parameters that it has gathered of that."""
+
+    def program() -> None:
+        torch.manual_seed(0)
+        model = Model({})
+        other = fully_shard(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)).bfloat16())
+
+        def train_step(x: Tensor) -> Tensor:
+            with torch.no_grad():
+                for shard in other.parameters():
+                    shard.mul_(0.5)
+            penalty = other(x).sum()
+            if is_capturing():
+                raise KeyError("a mistake in front of the backward")
+            penalty.backward()
+            other.zero_grad()
+            return model.train(x)
+
+        @torch.no_grad()
+        def evaluate(x: Tensor) -> Tensor:
+            return other(x).clone()
+
+        step, x = model.graphed(train_step, on=True), torch.ones(3, 8).bfloat16()
+        step(x)
+        step(x)
+        before = evaluate(x)
+        with pytest.raises(KeyError, match="a mistake"):
+            step(x)
+        assert torch.equal(evaluate(x), before)
+        train_step(x)
+        assert not torch.equal(evaluate(x), before)
+
+    simulate(program, 2)
 
 
 def test_two_optimizers_in_one_step() -> None:

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_state_dict,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
@@ -233,6 +233,22 @@ def wrong_state() -> None:
 
 def test_a_slice_is_no_state_of_the_whole() -> None:
     simulate(wrong_state, 4)
+
+
+def state_of_the_other_axis() -> None:
+    mesh = make_mesh()
+    model = make("tp", "tp first", mesh)
+    DistributedDataParallel(model, process_group=mesh["dp"])
+    state: dict[str, Any] = llama(seed=1).state_dict()
+    for name, value in model.state_dict().items():
+        if isinstance(value, DTensor):
+            state[name] = distribute_tensor(state[name], mesh["dp"], value.placements)
+    model.load_state_dict(state)
+    assert_equal_states(model, llama(seed=1).state_dict())
+
+
+def test_state_that_is_cut_alike_over_other_ranks_is_told_apart() -> None:
+    simulate(state_of_the_other_axis, 4)
 
 
 def test_slices_of_a_unit_are_no_state_of_another_rank() -> None:

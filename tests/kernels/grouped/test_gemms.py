@@ -287,6 +287,15 @@ def test_every_tuned_gemm_kernel(config: GemmConfig) -> None:
     assert_rows_close(dx, dy, dx, splits, weights)
 
 
+def test_outputs_and_gradients_of_inputs_are_written_into_memory_that_is_given() -> None:
+    weights, offsets = draw(2, 6, 3, dtype=torch.float32, device="cpu", seed=0), torch.tensor([0, 2, 5])
+    for product, columns, features in ((grouped_linear, 3, 6), (grouped_dgrad, 6, 3)):
+        rows = draw(5, columns, dtype=torch.float32, device="cpu", seed=1)
+        out = torch.full((5, 8), torch.nan)[:, :features]
+        assert product(rows, weights, offsets, out=out) is out
+        assert torch.equal(out, product(rows, weights, offsets))
+
+
 @pytest.mark.parametrize("out", [torch.empty(5, 6, dtype=torch.float64), torch.empty(4, 6), torch.empty(6, 5).t()])
 def test_memory_for_the_output_that_does_not_fit_is_refused(out: Tensor) -> None:
     x, weights, offsets = torch.ones(5, 3), torch.ones(2, 6, 3), torch.tensor([0, 2, 5])

@@ -12,6 +12,7 @@ from ending_ranks import assert_silent, run_to_the_end, the_report
 from gloo import run_ranks
 from tiny_run import tiny_config
 
+from maingrad.ddp.collectives.failure_report import PATIENCE
 from maingrad.launch import simulate
 from maingrad.launch.config.run import Config
 from maingrad.launch.model.gpt import Block
@@ -214,13 +215,16 @@ def trained_by_a_stage_that_fails(config: Config) -> None:
 
 @pytest.mark.in_turn
 def test_a_stage_that_fails_is_named_by_the_others(tmp_path: Path):
-    config = config_of(tmp_path, "ddp", mesh={"pp": 3}, train={"out_dir": str(tmp_path / "run")})
-    ended = run_to_the_end(trained_by_a_stage_that_fails, 3, config)
+    """At once, by stages that exchange nothing with it too: their neighbours close the pipeline's connections."""
+    model, settings = {"num_layers": 4}, {"num_microbatches": 4, "out_dir": str(tmp_path / "run")}
+    config = config_of(tmp_path, "ddp", mesh={"pp": 4}, model=model, train=settings)
+    ended = run_to_the_end(trained_by_a_stage_that_fails, 4, config)
     assert "ValueError: too hot" in ended[1].output
     assert "[Stage 1] failed to run forward" in ended[1].output
-    for rank in (0, 2):
+    for rank in (0, 2, 3):
         report = the_report(rank, ended[rank])
         assert report["what"] == "tensors of another stage"
+        assert float(report["seconds"]) < PATIENCE  # rank 3 waits for no report of rank 2
         assert_silent(report, 1)
 
 

@@ -80,6 +80,20 @@ def test_a_compiled_forward_without_a_backward() -> None:
         (2 * compiled(*batch())).backward()
 
 
+@pytest.mark.parametrize("ignored", [-100, 5])
+def test_a_compiled_head_takes_a_batch_whose_tokens_are_all_ignored(ignored: int) -> None:
+    """The mean of no losses is NaN, and so is its gradient: it is not another one than was announced."""
+    eager, compiled = (wrap(Model(mode="in_forward", ignore_index=ignored)) for _ in range(2))
+    compiled.module.forward = torch.compile(compiled.module.forward, backend="aot_eager", fullgraph=True)
+    x, targets = batch()
+    for model in (eager, compiled):
+        loss = model(x, torch.full_like(targets, ignored))
+        loss.backward()
+        assert loss.isnan()
+    for parameter, same in zip(eager.parameters(), compiled.parameters(), strict=True):
+        assert torch.equal(parameter.grad.isnan(), same.grad.isnan())
+
+
 @pytest.mark.in_turn
 def test_a_compiled_forward_in_a_checkpointed_region_is_refused() -> None:
     model = wrap(Model(mode="in_forward"))

@@ -344,10 +344,11 @@ def stage_of(module: nn.Module, **options: object) -> None:
 
 def test_queues_and_runners_of_others_are_refused() -> None:
     module = nn.Sequential(nn.Identity(), Linear(WIDTH, WIDTH, delay_wgrad_compute=True))
-    with pytest.raises(
-        SimulatedRankError, match=r"ValueError: stage 0: '1' \(Linear\) delays .* without delay_wgrad_compute=True"
-    ):
-        simulate(stage_of, 1, module)
+    for delay in (True, False):  # nobody empties the module's queue where the stage has no W slots either
+        with pytest.raises(
+            SimulatedRankError, match=r"ValueError: stage 0: '1' \(Linear\) delays .* without delay_wgrad_compute=True"
+        ):
+            simulate(stage_of, 1, module, delay_wgrad=delay)
     with pytest.raises(SimulatedRankError, match=r"ValueError: stage 0: '' \(Linear\) delays its weight gradients"):
         simulate(stage_of, 1, module[1])
     with pytest.raises(SimulatedRankError, match="ValueError: dw_builder is what this stage brings"):
