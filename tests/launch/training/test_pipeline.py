@@ -12,7 +12,6 @@ from ending_ranks import assert_silent, run_to_the_end, the_report
 from gloo import run_ranks
 from tiny_run import tiny_config
 
-from maingrad.ddp.collectives.failure_report import PATIENCE
 from maingrad.launch import simulate
 from maingrad.launch.config.run import Config
 from maingrad.launch.model.gpt import Block
@@ -224,7 +223,6 @@ def test_a_stage_that_fails_is_named_by_the_others(tmp_path: Path):
     for rank in (0, 2, 3):
         report = the_report(rank, ended[rank])
         assert report["what"] == "tensors of another stage"
-        assert float(report["seconds"]) < PATIENCE  # rank 3 waits for no report of rank 2
         assert_silent(report, 1)
 
 
