@@ -1,5 +1,6 @@
 """What ``GraphedTrainingStep`` refuses, by name and before anything is wrong; and that the model goes on after it."""
 
+import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -21,6 +22,7 @@ from maingrad.ddp import (
 from maingrad.ddp.collectives.streams import is_capturing
 from maingrad.ddp.graphs import capture
 from maingrad.ddp.graphs.capture import CapturedGraph, GraphPool
+from maingrad.ddp.graphs.step_graphs import check_memory_settings, counted_steps
 from maingrad.fsdp import fully_shard
 from maingrad.launch import simulate
 
@@ -147,6 +149,7 @@ def test_a_capture_that_fails_between_backward_and_step(overlap: bool, error: ty
     ("change", "message"),
     [
         (lambda job: job.optimizer.register_step_post_hook(lambda *_: None), "hooks"),
+        (lambda job: job.optimizer.register_step_pre_hook(lambda *_: None), "hooks"),
         (lambda job: job.model(torch.ones(2, 4)).sum().backward(), "an iteration has begun"),
         (lambda job: job.optimizer.param_groups[0].update(fused=False), "fused"),
         (lambda job: job.model.module.register_parameter("late", nn.Parameter(torch.ones(1))), "late"),
@@ -154,7 +157,7 @@ def test_a_capture_that_fails_between_backward_and_step(overlap: bool, error: ty
         (lambda job: DistributedOptimizer(job.model), "replaced"),
         (lambda job: job.optimizer.param_groups[0]["params"][0].mul_(2), "written"),
     ],
-    ids=["hook", "begun", "unfused", "new parameter", "storage", "other optimizer", "master written"],
+    ids=["hook", "hook before", "begun", "unfused", "new parameter", "storage", "other optimizer", "master written"],
 )
 @torch.no_grad()
 def test_what_an_eager_step_or_a_replay_cannot_take(change: Callable[[Job], Any], message: str) -> None:
@@ -226,9 +229,17 @@ def test_eager_calls_before_a_capture_are_as_many_as_are_asked_for() -> None:
 
 def test_part_of_an_iteration() -> None:
     job = Job()
+
+    def give_up(x: Tensor) -> None:
+        job.model(x).sum().backward()
+        job.model.finish_grad_sync()
+        job.model.zero_grad()
+
     for part, message in (
         (lambda x: job.model(x).sum(), r"step\(\) 0 times"),
         (lambda x: [job.train_step(x), job.train_step(x)][0], "2 times"),
+        (lambda x: [job.train_step(x), give_up(x)][0], "1 times, and .* 2 times"),
+        (lambda x: [give_up(x)][0], "0 times, and .* 1 times"),
     ):
         with pytest.raises(RuntimeError, match=message):
             GraphedTrainingStep(part, job.model, job.optimizer)(torch.ones(2, 4))
@@ -267,6 +278,8 @@ def test_numbers_of_tokens_are_tensors() -> None:
 def test_what_is_refused_at_once() -> None:
     with pytest.raises(ValueError, match="check_for_nan_in_grad"):
         Job(config={"check_for_nan_in_grad": True})
+    with pytest.raises(ValueError, match="check_replicas_every"):
+        Job(config={"check_replicas_every": 2})
     with pytest.raises(ValueError, match="RMSprop reads learning rates"):
         Job(optimizer_class=torch.optim.RMSprop)
     with pytest.raises(ValueError, match="RMSprop reads learning rates"):
@@ -305,7 +318,21 @@ def test_reset_captures_anew() -> None:
         assert all(now[name] is value or now[name] == value for name, value in before.items())
     job.graphed.reset()
     assert job.graphed.num_graphs == 0
+    job.graphed(x)
+    assert job.graphed.num_graphs == 0, "it warms up anew"
     check_goes_on(job)
+
+
+def test_other_values_of_an_option_beside_the_groups_are_another_graph() -> None:
+    job = Job(skip_nonfinite=False)
+    x = warm(job)
+    job.graphed(x)
+    job.optimizer.skip_nonfinite = True
+    job.graphed(x)
+    job.graphed(torch.full((2, 4), torch.inf))
+    job.graphed(x)
+    assert job.graphed.num_graphs == 2
+    assert all(param.isfinite().all() for param in job.model.parameters())
 
 
 def test_another_optimizer_in_the_step() -> None:
@@ -319,6 +346,46 @@ def test_another_optimizer_in_the_step() -> None:
 
     with pytest.raises(RuntimeError, match="as a group of param_groups"):
         Job(step_beside).graphed(torch.ones(2, 4))
+
+
+def test_optimizers_of_other_threads() -> None:
+    """Simulated ranks are threads: their optimizers step at the same time, each over its own parameters."""
+    mine, trained, strange = (torch.optim.SGD([nn.Parameter(torch.ones(()))], lr=0.1) for _ in range(3))
+    trained_ids = {id(param) for param in trained.param_groups[0]["params"]}
+
+    def step_in_a_thread(optimizer: torch.optim.Optimizer) -> None:
+        thread = threading.Thread(target=optimizer.step)
+        thread.start()
+        thread.join()
+
+    with counted_steps("train_step", mine, trained_ids) as steps:
+        step_in_a_thread(strange)
+        mine.step()
+    assert steps == [mine]
+    with pytest.raises(RuntimeError, match="SGD has stepped beside"), counted_steps("train_step", mine, trained_ids):
+        step_in_a_thread(trained)
+    with pytest.raises(RuntimeError, match="SGD has stepped beside"), counted_steps("train_step", mine, trained_ids):
+        strange.step()
+
+
+@pytest.mark.parametrize(
+    ("setting", "kind", "num_ranks", "refused"),
+    [
+        ("PYTORCH_CUDA_ALLOC_CONF", "cuda", 2, True),
+        ("PYTORCH_ALLOC_CONF", "cuda", 2, True),
+        ("PYTORCH_CUDA_ALLOC_CONF", "cuda", 1, False),
+        ("PYTORCH_CUDA_ALLOC_CONF", "cpu", 2, False),
+    ],
+)
+def test_memory_that_the_allocator_maps_anew(
+    setting: str, kind: str, num_ranks: int, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    check_memory_settings(torch.device(kind), num_ranks)
+    monkeypatch.setenv(setting, "max_split_size_mb:64,expandable_segments:True")
+    with pytest.raises(RuntimeError, match="expandable_segments:True") if refused else nullcontext():
+        check_memory_settings(torch.device(kind), num_ranks)
 
 
 # ---- A capture on a GPU, by a graph of ``torch.cuda`` that only notes what it is asked. ----
