@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
+from maingrad import graphed
 from maingrad.ddp import (
     WORLD_OF_ONE,
     DistributedDataParallel,
@@ -20,7 +21,7 @@ from maingrad.ddp import (
     GraphedTrainingStep,
 )
 from maingrad.ddp.collectives.streams import is_capturing
-from maingrad.ddp.graphs import capture
+from maingrad.ddp.graphs import auto_step, capture
 from maingrad.ddp.graphs.capture import CapturedGraph, GraphPool
 from maingrad.ddp.graphs.step_graphs import check_memory_settings, counted_steps
 from maingrad.fsdp import fully_shard
@@ -186,6 +187,10 @@ def test_arguments_and_results() -> None:
         job.graphed(x, 3.0)
     with torch.no_grad(), pytest.raises(RuntimeError, match="gradients are disabled"):
         job.graphed(x)
+    twice = Job()
+    for other in [x] * 3 + [x.clone()] * 3:
+        twice.graphed(x, other)
+    assert twice.graphed.num_graphs == 2, "a tensor that is given twice is one in the graph"
     returns = Job()
     returns.graphed = GraphedTrainingStep(
         lambda x: float(returns.train_step(x).detach()), returns.model, returns.optimizer
@@ -318,9 +323,94 @@ def test_reset_captures_anew() -> None:
         assert all(now[name] is value or now[name] == value for name, value in before.items())
     job.graphed.reset()
     assert job.graphed.num_graphs == 0
-    job.graphed(x)
-    assert job.graphed.num_graphs == 0, "it warms up anew"
+    for _ in range(3):  # max_graphs counts what is there
+        job.graphed(x)
+        assert job.graphed.num_graphs == 0, "it warms up anew"
+        job.graphed.reset()
     check_goes_on(job)
+
+
+def test_a_state_of_another_shape_is_taken_after_reset() -> None:
+    """An entry of the program's own in the optimizer's state, which captured kernels might read."""
+    job = Job()
+    x = warm(job)
+    note = partial(next(iter(job.optimizer.state.values())).__setitem__, "note")
+    note(torch.zeros(2))
+    job.graphed(torch.ones(3, 4))
+    job.graphed(x)
+    note(torch.zeros(3))
+    with pytest.raises(RuntimeError, match="'note' has another shape"):
+        job.graphed(x)
+    job.graphed.reset()
+    check_goes_on(job)
+
+
+def counted(job: Job, **options: Any) -> tuple[Any, Any]:
+    """``maingrad.graphed`` of the job's iteration, and what has ``number``, that of calls of its Python."""
+    calls = threading.local()  # which is not compared
+    calls.number = 0
+
+    def train_step(x: Tensor) -> Tensor:
+        calls.number += 1
+        loss = job.model(x).square().mean()
+        loss.backward()
+        job.optimizer.step()
+        job.model.zero_grad()
+        return loss
+
+    return graphed(train_step, job.model, job.optimizer, record_on_cpu=True, **options), calls
+
+
+def test_where_one_ranks_capture_fails_a_rank_that_captures_anew_goes_on_eagerly() -> None:
+    def program() -> str | None:
+        job = Job()
+
+        def train_step(x: Tensor) -> Tensor:
+            loss = job.model(x).square().mean()
+            loss.backward()
+            job.optimizer.step()
+            job.model.zero_grad()
+            if len(x) == 3:
+                loss.item()
+            return loss
+
+        step = graphed(train_step, job.model, job.optimizer, record_on_cpu=True)
+        for number in range(8):
+            if number == 4:
+                assert step.num_graphs == 1
+            step(torch.ones(3 if dist.get_rank() == 1 and number >= 4 else 2, 4))
+        return step.why_eager
+
+    first, second = simulate(program, 2)
+    assert "another rank's capture has failed" in first
+    assert "reads a value on the host" in second
+
+
+def test_graphed_lets_graphs_go_whose_state_has_another_shape() -> None:
+    job = Job()
+    step, _ = counted(job)
+    step(torch.ones(2, 4))
+    note = partial(next(iter(job.optimizer.state.values())).__setitem__, "note")
+    note(torch.zeros(2))
+    for _ in range(3):
+        step(torch.ones(2, 4))
+    assert step.num_graphs == 1
+    note(torch.zeros(3))
+    step(torch.ones(3, 4))
+    assert (step.why_eager, step.num_graphs) == (None, 0)
+
+
+def test_graphed_lets_graphs_go_whose_surroundings_are_long_past(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auto_step, "_MOST_CAPTURES", 2)
+    monkeypatch.setattr(auto_step, "_REPLAYS_OF_A_CAPTURE", 1)
+    job = Job()
+    step, calls = counted(job, max_graphs=2)
+    for phase in range(3):
+        job.model.module.register_forward_hook(lambda *_: None)
+        for _ in range(5):
+            step(torch.ones(2, 4))
+        assert step.why_eager is None
+        assert calls.number == 3 * (phase + 1), "two eager ones and the capture in each phase"
 
 
 def test_other_values_of_an_option_beside_the_groups_are_another_graph() -> None:
@@ -386,6 +476,32 @@ def test_memory_that_the_allocator_maps_anew(
     monkeypatch.setenv(setting, "max_split_size_mb:64,expandable_segments:True")
     with pytest.raises(RuntimeError, match="expandable_segments:True") if refused else nullcontext():
         check_memory_settings(torch.device(kind), num_ranks)
+
+
+def test_a_capture_within_a_capture() -> None:
+    outer, inner = (CapturedGraph(GraphPool(torch.device("cpu"))) for _ in range(2))
+    with outer.capture():
+        total = torch.ones(2) + 1
+        with pytest.raises(RuntimeError, match="a capture within a capture"), inner.capture():
+            pass
+        total.mul_(3)
+    assert not inner.is_captured
+    total.zero_()
+    outer.replay()
+    assert total.tolist() == [6, 6]
+
+
+def test_casts_of_a_capture_are_read_in_it_alone() -> None:
+    weight, x = nn.Parameter(torch.ones(1, 2)), torch.ones(1, 2)
+    graph = CapturedGraph(GraphPool(torch.device("cpu")))
+    with torch.autocast("cpu", torch.bfloat16):
+        nn.functional.linear(x, weight)
+        weight.data.mul_(2)
+        with graph.capture():
+            inside = nn.functional.linear(x, weight)
+        weight.data.mul_(2)
+        after = nn.functional.linear(x, weight)
+    assert (inside.item(), after.item()) == (4, 8)
 
 
 # ---- A capture on a GPU, by a graph of ``torch.cuda`` that only notes what it is asked. ----

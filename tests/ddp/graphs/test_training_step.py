@@ -258,6 +258,7 @@ def test_a_capture_that_has_failed_leaves_a_program_to_train_without_graphs() ->
             try:
                 step(x)
             except KeyError:
+                assert all(param.grad is None for group in optimizer.param_groups for param in group["params"])
                 model.zero_grad()
                 step = train_step
                 step(x)
