@@ -413,6 +413,18 @@ def test_graphed_lets_graphs_go_whose_surroundings_are_long_past(monkeypatch: py
         assert calls.number == 3 * (phase + 1), "two eager ones and the capture in each phase"
 
 
+def test_graphed_takes_any_number_of_odd_batches_between_replays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auto_step, "_MOST_EAGER", 4)
+    step, calls = counted(Job())
+    for _ in range(3):
+        step(torch.ones(2, 4))
+    for number in range(6):
+        step(torch.ones(3 + number, 4))
+        step(torch.ones(2, 4))
+    assert step.why_eager is None
+    assert calls.number == 3 + 6
+
+
 def test_other_values_of_an_option_beside_the_groups_are_another_graph() -> None:
     job = Job(skip_nonfinite=False)
     x = warm(job)
