@@ -24,6 +24,7 @@ from maingrad.ddp.collectives.failure_report import (
     gather,
     with_more_text,
 )
+from maingrad.ddp.collectives.rank_grid import RankGrid
 from maingrad.launch import simulate
 
 
@@ -143,6 +144,19 @@ def test_the_first_failure_is_reported_and_later_ones_are_its_own(
     assert found[0] is found[1]
     assert (found[0].rank, found[0].silent) == (0, (1, 2))
     assert "s for all_reduce of bucket 0, which failed: a peer is gone\n  silent: [1, 2]" in str(found[0])
+
+
+def test_a_failure_closes_each_group_of_the_wrapper_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those of gathers: ranks that wait there fail at once too."""
+    reporter = failing("gloo", monkeypatch)
+    closed: list[Any] = []
+    monkeypatch.setattr(failure_report, "_close_connections", closed.append)
+    inner, outer, gathers = (dist.ProcessGroup(dist.HashStore(), 0, 2) for _ in range(3))
+    reporter.grids = [RankGrid(inner, outer, gathers), RankGrid(inner, None, inner)]
+    with pytest.raises(CollectiveError), reporter.watch("all_reduce"):
+        raise RuntimeError("a peer is gone")
+    assert len(closed) == 3
+    assert all(any(each is group for each in closed) for group in (inner, outer, gathers))
 
 
 def test_errors_of_others_and_of_simulated_ranks_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -149,6 +149,16 @@ def test_forwards_behind_one_that_raised_are_recorded() -> None:
     assert timeline.forwards[0].end <= timeline.forwards[1].start
 
 
+def test_a_backward_that_began_before_the_recording_is_not_recorded() -> None:
+    timeline = recording()
+    timeline.backward_ended(True)
+    timeline.backward_started()
+    timeline.backward_ended(False)
+    timeline.backward_ended(True)
+    timeline.close()
+    assert [span.synced for span in timeline.backwards] == [False]
+
+
 def test_a_bucket_that_nothing_has_made_ready_is_ready_when_it_is_launched() -> None:
     """An unused parameter's: an earlier iteration's readiness is not its own."""
     timeline = recording()

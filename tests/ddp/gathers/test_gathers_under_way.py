@@ -253,7 +253,9 @@ def test_reads_are_refused_until_they_are_allowed(monkeypatch: pytest.MonkeyPatc
     one.ends = [lambda: arrived.append(1), lambda: arrived.append(2)]
     if under_way:
         one.gather.start(None)
-    guard_reads([one.module], [one.gather], "no {name} in a capture")
+    scripted = torch.jit.script(nn.Linear(1, 2, bias=False))  # its reads are seen nowhere, refused or not
+    scripted.weight = one.module.weight
+    guard_reads([one.module, scripted], [one.gather], "no {name} in a capture")
     for read in (one.module.weight.sum, one.gather.wait, lambda: one.module(torch.ones(1, 2))):
         with pytest.raises(RuntimeError, match=r"^no bucket 3 in a capture$"):
             read()

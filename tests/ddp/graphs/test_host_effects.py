@@ -372,3 +372,34 @@ def test_loaded_state_is_brought_to_where_kernels_read_it() -> None:
             options.load()
     options.forget_state()
     options.load()
+
+
+def test_rates_are_brought_to_where_kernels_read_them_after_tensors_and_failed_captures() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(3))], lr=0.125)
+    group, options = optimizer.param_groups[0], StepOptions(optimizer, torch.device("cpu"))
+
+    def read() -> float:
+        options.load()
+        with options.in_device_memory():
+            return float(group["lr"])
+
+    for rate in (0.125, torch.tensor(0.5), 0.125):
+        group["lr"] = rate
+        options.load()
+    assert read() == 0.125
+    with pytest.raises(RuntimeError, match="has changed a learning rate"), options.in_device_memory():
+        group["lr"].fill_(2.0)
+    assert (group["lr"], read()) == (0.125, 0.125)
+
+
+def test_options_that_are_equal_are_one_kind_of_call() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(3))], lr=0.125)
+    group, options = optimizer.param_groups[0], StepOptions(optimizer, torch.device("cpu"))
+
+    def key(value: Any) -> Any:
+        group["own"] = value
+        return options.key()
+
+    for make in (lambda last: {"a": [1, last]}, lambda last: [1, {"b": last}], lambda last: (last, "c")):
+        assert key(make(2)) == key(make(2))
+        assert key(make(2)) != key(make(3))

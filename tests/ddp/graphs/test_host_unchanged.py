@@ -295,3 +295,21 @@ def test_an_installed_program_is_looked_into_and_what_it_imports_is_not() -> Non
     assert state.change() is None
     found["installed_program"].scale = 0.5  # type: ignore[attr-defined]
     assert state.change() is not None
+
+
+def test_switches_of_modules_and_what_a_wrapper_adds_are_around_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Switched(nn.Linear):
+        fast = False
+
+    monkeypatch.setattr(surroundings, "switches", ["fast"])
+    model, beside = nn.Sequential(nn.Linear(2, 2), Switched(2, 2)), [1]
+    state = surroundings.Surroundings(model, list(model.parameters()), "cpu", lambda: tuple(beside))
+    assert state.change() is None
+    for change, back in (
+        (lambda: setattr(model[1], "fast", True), lambda: setattr(model[1], "fast", False)),
+        (lambda: beside.append(2), beside.pop),
+    ):
+        change()
+        assert state.change() == "autocast, a switch, what is frozen, or the memory of a parameter or buffer"
+        back()
+        assert state.change() is None

@@ -1,5 +1,6 @@
 """What ``GraphedTrainingStep`` refuses, by name and before anything is wrong; and that the model goes on after it."""
 
+import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
+from maingrad import graphed
 from maingrad.ddp import (
     WORLD_OF_ONE,
     DistributedDataParallel,
@@ -19,8 +21,9 @@ from maingrad.ddp import (
     GraphedTrainingStep,
 )
 from maingrad.ddp.collectives.streams import is_capturing
-from maingrad.ddp.graphs import capture
+from maingrad.ddp.graphs import auto_step, capture
 from maingrad.ddp.graphs.capture import CapturedGraph, GraphPool
+from maingrad.ddp.graphs.step_graphs import check_memory_settings, counted_steps
 from maingrad.fsdp import fully_shard
 from maingrad.launch import simulate
 
@@ -147,6 +150,7 @@ def test_a_capture_that_fails_between_backward_and_step(overlap: bool, error: ty
     ("change", "message"),
     [
         (lambda job: job.optimizer.register_step_post_hook(lambda *_: None), "hooks"),
+        (lambda job: job.optimizer.register_step_pre_hook(lambda *_: None), "hooks"),
         (lambda job: job.model(torch.ones(2, 4)).sum().backward(), "an iteration has begun"),
         (lambda job: job.optimizer.param_groups[0].update(fused=False), "fused"),
         (lambda job: job.model.module.register_parameter("late", nn.Parameter(torch.ones(1))), "late"),
@@ -154,7 +158,7 @@ def test_a_capture_that_fails_between_backward_and_step(overlap: bool, error: ty
         (lambda job: DistributedOptimizer(job.model), "replaced"),
         (lambda job: job.optimizer.param_groups[0]["params"][0].mul_(2), "written"),
     ],
-    ids=["hook", "begun", "unfused", "new parameter", "storage", "other optimizer", "master written"],
+    ids=["hook", "hook before", "begun", "unfused", "new parameter", "storage", "other optimizer", "master written"],
 )
 @torch.no_grad()
 def test_what_an_eager_step_or_a_replay_cannot_take(change: Callable[[Job], Any], message: str) -> None:
@@ -183,6 +187,10 @@ def test_arguments_and_results() -> None:
         job.graphed(x, 3.0)
     with torch.no_grad(), pytest.raises(RuntimeError, match="gradients are disabled"):
         job.graphed(x)
+    twice = Job()
+    for other in [x] * 3 + [x.clone()] * 3:
+        twice.graphed(x, other)
+    assert twice.graphed.num_graphs == 2, "a tensor that is given twice is one in the graph"
     returns = Job()
     returns.graphed = GraphedTrainingStep(
         lambda x: float(returns.train_step(x).detach()), returns.model, returns.optimizer
@@ -226,9 +234,17 @@ def test_eager_calls_before_a_capture_are_as_many_as_are_asked_for() -> None:
 
 def test_part_of_an_iteration() -> None:
     job = Job()
+
+    def give_up(x: Tensor) -> None:
+        job.model(x).sum().backward()
+        job.model.finish_grad_sync()
+        job.model.zero_grad()
+
     for part, message in (
         (lambda x: job.model(x).sum(), r"step\(\) 0 times"),
         (lambda x: [job.train_step(x), job.train_step(x)][0], "2 times"),
+        (lambda x: [job.train_step(x), give_up(x)][0], "1 times, and .* 2 times"),
+        (lambda x: [give_up(x)][0], "0 times, and .* 1 times"),
     ):
         with pytest.raises(RuntimeError, match=message):
             GraphedTrainingStep(part, job.model, job.optimizer)(torch.ones(2, 4))
@@ -267,6 +283,8 @@ def test_numbers_of_tokens_are_tensors() -> None:
 def test_what_is_refused_at_once() -> None:
     with pytest.raises(ValueError, match="check_for_nan_in_grad"):
         Job(config={"check_for_nan_in_grad": True})
+    with pytest.raises(ValueError, match="check_replicas_every"):
+        Job(config={"check_replicas_every": 2})
     with pytest.raises(ValueError, match="RMSprop reads learning rates"):
         Job(optimizer_class=torch.optim.RMSprop)
     with pytest.raises(ValueError, match="RMSprop reads learning rates"):
@@ -305,7 +323,118 @@ def test_reset_captures_anew() -> None:
         assert all(now[name] is value or now[name] == value for name, value in before.items())
     job.graphed.reset()
     assert job.graphed.num_graphs == 0
+    for _ in range(3):  # max_graphs counts what is there
+        job.graphed(x)
+        assert job.graphed.num_graphs == 0, "it warms up anew"
+        job.graphed.reset()
     check_goes_on(job)
+
+
+def test_a_state_of_another_shape_is_taken_after_reset() -> None:
+    """An entry of the program's own in the optimizer's state, which captured kernels might read."""
+    job = Job()
+    x = warm(job)
+    note = partial(next(iter(job.optimizer.state.values())).__setitem__, "note")
+    note(torch.zeros(2))
+    job.graphed(torch.ones(3, 4))
+    job.graphed(x)
+    note(torch.zeros(3))
+    with pytest.raises(RuntimeError, match="'note' has another shape"):
+        job.graphed(x)
+    job.graphed.reset()
+    check_goes_on(job)
+
+
+def counted(job: Job, **options: Any) -> tuple[Any, Any]:
+    """``maingrad.graphed`` of the job's iteration, and what has ``number``, that of calls of its Python."""
+    calls = threading.local()  # which is not compared
+    calls.number = 0
+
+    def train_step(x: Tensor) -> Tensor:
+        calls.number += 1
+        loss = job.model(x).square().mean()
+        loss.backward()
+        job.optimizer.step()
+        job.model.zero_grad()
+        return loss
+
+    return graphed(train_step, job.model, job.optimizer, record_on_cpu=True, **options), calls
+
+
+def test_where_one_ranks_capture_fails_a_rank_that_captures_anew_goes_on_eagerly() -> None:
+    def program() -> str | None:
+        job = Job()
+
+        def train_step(x: Tensor) -> Tensor:
+            loss = job.model(x).square().mean()
+            loss.backward()
+            job.optimizer.step()
+            job.model.zero_grad()
+            if len(x) == 3:
+                loss.item()
+            return loss
+
+        step = graphed(train_step, job.model, job.optimizer, record_on_cpu=True)
+        for number in range(8):
+            if number == 4:
+                assert step.num_graphs == 1
+            step(torch.ones(3 if dist.get_rank() == 1 and number >= 4 else 2, 4))
+        return step.why_eager
+
+    first, second = simulate(program, 2)
+    assert "another rank's capture has failed" in first
+    assert "reads a value on the host" in second
+
+
+def test_graphed_lets_graphs_go_whose_state_has_another_shape() -> None:
+    job = Job()
+    step, _ = counted(job)
+    step(torch.ones(2, 4))
+    note = partial(next(iter(job.optimizer.state.values())).__setitem__, "note")
+    note(torch.zeros(2))
+    for _ in range(3):
+        step(torch.ones(2, 4))
+    assert step.num_graphs == 1
+    note(torch.zeros(3))
+    step(torch.ones(3, 4))
+    assert (step.why_eager, step.num_graphs) == (None, 0)
+
+
+def test_graphed_lets_graphs_go_whose_surroundings_are_long_past(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auto_step, "_MOST_CAPTURES", 2)
+    monkeypatch.setattr(auto_step, "_REPLAYS_OF_A_CAPTURE", 1)
+    job = Job()
+    step, calls = counted(job, max_graphs=2)
+    for phase in range(3):
+        job.model.module.register_forward_hook(lambda *_: None)
+        for _ in range(5):
+            step(torch.ones(2, 4))
+        assert step.why_eager is None
+        assert calls.number == 3 * (phase + 1), "two eager ones and the capture in each phase"
+
+
+def test_graphed_takes_any_number_of_odd_batches_between_replays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auto_step, "_MOST_EAGER", 4)
+    step, calls = counted(Job())
+    for _ in range(3):
+        step(torch.ones(2, 4))
+    for number in range(6):
+        step(torch.ones(3 + number, 4))
+        step(torch.ones(2, 4))
+    assert step.why_eager is None
+    assert calls.number == 3 + 6
+
+
+def test_other_values_of_an_option_beside_the_groups_are_another_graph() -> None:
+    job = Job(skip_nonfinite=False)
+    x = warm(job)
+    job.graphed(x)
+    job.optimizer.skip_nonfinite = True
+    job.graphed(x)
+    job.graphed(torch.full((2, 4), torch.inf))
+    job.graphed(x)
+    assert job.graphed.num_graphs == 2
+    assert all(param.isfinite().all() for param in job.model.parameters())
 
 
 def test_another_optimizer_in_the_step() -> None:
@@ -319,6 +448,72 @@ def test_another_optimizer_in_the_step() -> None:
 
     with pytest.raises(RuntimeError, match="as a group of param_groups"):
         Job(step_beside).graphed(torch.ones(2, 4))
+
+
+def test_optimizers_of_other_threads() -> None:
+    """Simulated ranks are threads: their optimizers step at the same time, each over its own parameters."""
+    mine, trained, strange = (torch.optim.SGD([nn.Parameter(torch.ones(()))], lr=0.1) for _ in range(3))
+    trained_ids = {id(param) for param in trained.param_groups[0]["params"]}
+
+    def step_in_a_thread(optimizer: torch.optim.Optimizer) -> None:
+        thread = threading.Thread(target=optimizer.step)
+        thread.start()
+        thread.join()
+
+    with counted_steps("train_step", mine, trained_ids) as steps:
+        step_in_a_thread(strange)
+        mine.step()
+    assert steps == [mine]
+    with pytest.raises(RuntimeError, match="SGD has stepped beside"), counted_steps("train_step", mine, trained_ids):
+        step_in_a_thread(trained)
+    with pytest.raises(RuntimeError, match="SGD has stepped beside"), counted_steps("train_step", mine, trained_ids):
+        strange.step()
+
+
+@pytest.mark.parametrize(
+    ("setting", "kind", "num_ranks", "refused"),
+    [
+        ("PYTORCH_CUDA_ALLOC_CONF", "cuda", 2, True),
+        ("PYTORCH_ALLOC_CONF", "cuda", 2, True),
+        ("PYTORCH_CUDA_ALLOC_CONF", "cuda", 1, False),
+        ("PYTORCH_CUDA_ALLOC_CONF", "cpu", 2, False),
+    ],
+)
+def test_memory_that_the_allocator_maps_anew(
+    setting: str, kind: str, num_ranks: int, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    check_memory_settings(torch.device(kind), num_ranks)
+    monkeypatch.setenv(setting, "max_split_size_mb:64,expandable_segments:True")
+    with pytest.raises(RuntimeError, match="expandable_segments:True") if refused else nullcontext():
+        check_memory_settings(torch.device(kind), num_ranks)
+
+
+def test_a_capture_within_a_capture() -> None:
+    outer, inner = (CapturedGraph(GraphPool(torch.device("cpu"))) for _ in range(2))
+    with outer.capture():
+        total = torch.ones(2) + 1
+        with pytest.raises(RuntimeError, match="a capture within a capture"), inner.capture():
+            pass
+        total.mul_(3)
+    assert not inner.is_captured
+    total.zero_()
+    outer.replay()
+    assert total.tolist() == [6, 6]
+
+
+def test_casts_of_a_capture_are_read_in_it_alone() -> None:
+    weight, x = nn.Parameter(torch.ones(1, 2)), torch.ones(1, 2)
+    graph = CapturedGraph(GraphPool(torch.device("cpu")))
+    with torch.autocast("cpu", torch.bfloat16):
+        nn.functional.linear(x, weight)
+        weight.data.mul_(2)
+        with graph.capture():
+            inside = nn.functional.linear(x, weight)
+        weight.data.mul_(2)
+        after = nn.functional.linear(x, weight)
+    assert (inside.item(), after.item()) == (4, 8)
 
 
 # ---- A capture on a GPU, by a graph of ``torch.cuda`` that only notes what it is asked. ----
