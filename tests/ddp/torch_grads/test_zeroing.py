@@ -449,3 +449,14 @@ def test_gradients_may_be_cleared_between_a_forward_and_its_backward(
     model.finish_grad_sync()
     assert model.iteration == number + 1
     assert torch.equal(params[0].main_grad, torch.ones(2, 4))
+
+
+def test_a_forward_behind_cleared_gradients_begins_an_iteration() -> None:
+    """Before it runs: modules may write gradients in their forward, and unused parameters are found there."""
+    model = wrap(nn.Linear(4, 2))
+    model(torch.ones(1, 4)).sum().backward()
+    model.module.weight.grad = model.module.bias.grad = None
+    seen = []
+    model.module.register_forward_hook(lambda *_: seen.append((model.iteration, model.is_clear)))
+    model(torch.ones(1, 4))
+    assert seen == [(1, True)]
