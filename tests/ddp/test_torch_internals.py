@@ -21,6 +21,7 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils import _foreach_utils
 from torch.utils.checkpoint import checkpoint
 
+from maingrad.ddp import DistributedDataParallel
 from maingrad.ddp import torch_internals as internals
 from maingrad.ddp.contract.delay_blocks import current_checkpoint
 from maingrad.ddp.torch_internals import distributed
@@ -509,7 +510,7 @@ def test_wrappers_are_refused_where_a_name_is_gone(monkeypatch: pytest.MonkeyPat
         with monkeypatch.context() as other:
             other.setattr(internals, name, gone)
             with pytest.raises(RuntimeError, match=r"has no torch\.gone: it trains wrongly"):
-                internals.check_wrappers_can_run()
+                DistributedDataParallel(nn.Linear(1, 1))
     with pytest.raises(RuntimeError, match=r"has no torch\.gone: it trains wrongly"):
         internals.check_wrappers_can_run(internals.delivers_to_all, gone)
 

@@ -5,6 +5,7 @@ import functools
 import random
 import time
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -222,3 +223,24 @@ def test_tensors_that_a_backward_may_come_through_are_found_in_any_structure() -
     assert {id(each) for each in found} == {id(each) for each in (*made, leaf)}
     walk = walk_graph([*made[:1], leaf])
     assert (walk.leaves, walk.recomputes) == ({id(leaf)}, False)
+
+
+def test_a_graph_is_walked_in_as_many_steps_as_it_has_nodes() -> None:
+    """Not in as many as there are ways through it: a sum of a tensor with itself doubles these."""
+    visited: list[object] = []
+
+    class Node:
+        def __init__(self, behind: object) -> None:
+            self.behind = behind
+
+        @property
+        def next_functions(self) -> list[tuple[object, int]]:
+            visited.append(self)
+            return [(self.behind, 0), (self.behind, 0)]
+
+    node = None
+    for _ in range(8):
+        node = Node(node)
+    output: Any = SimpleNamespace(grad_fn=node)
+    walk_graph([output])
+    assert len(visited) == len(set(visited)) == 8

@@ -299,6 +299,15 @@ def an_odd_stride_on_one_rank() -> str:
     return refusal(lambda: wrap(model, ranks))
 
 
+def a_stride_on_one_rank() -> str:
+    """Ranks 1 and 3 have other slices, and ranks 0 and 2 the same: all are told."""
+    ranks = ranks_of_mesh(FOUR)
+    model = cut(CutModel(), ranks.tp.get_group())
+    if dist.get_rank() == 3:
+        model.blocks[0].up.weight.partition_stride = 2
+    return refusal(lambda: wrap(model, ranks))
+
+
 def norms_of_heads() -> str:
     ranks = ranks_of_mesh(FOUR)
     texts = []
@@ -401,6 +410,7 @@ REFUSED = {
     marks_an_uneven_cut: ("differs between ranks", "'blocks.0.up.weight' [8, 6]"),
     of_crossed_ranks: ("'blocks.0.up.weight' at [(0, 6)] of dim 0", "'blocks.0.up.weight' at [(6, 12)] of dim 0"),
     an_odd_stride_on_one_rank: ("partition_stride = 4 does not divide the 6 rows", "on rank 3"),
+    a_stride_on_one_rank: ("at [(6, 12)] of dim 0", "'blocks.0.up.weight' at [(3, 6), (9, 12)] of dim 0"),
     norms_of_heads: ("'q_layernorm.weight' norms the heads", "set sequence_parallel = True on it"),
     layers_over_other_ranks: ("layer 'blocks.0.up' is cut over ranks", "pass the layers' group"),
     forgets_embedding_group: ("'head.weight' has shared_embedding = True", "those ranks as embedding_group"),

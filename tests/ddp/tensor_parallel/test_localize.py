@@ -110,6 +110,20 @@ def test_a_tie_that_parallelize_module_has_cut_is_said() -> None:
         assert "head.weight = embedding.weight" in text
 
 
+def test_two_heads_that_were_tied_are_said_once() -> None:
+    def on_each_rank() -> int:
+        mesh = make_mesh(1, 2)["tp"]
+        layers = nn.ModuleList([nn.Embedding(4, 4), nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)])
+        for layer in layers:
+            layer.weight = distributed(nn.Parameter(torch.ones(4, 4)), mesh, Shard(0))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            localize(layers)
+        return sum("equal weights" in str(each.message) for each in caught)
+
+    assert simulate(on_each_rank, 2) == [1, 1]
+
+
 def test_ranks_without_elements_say_nothing_of_ties() -> None:
     def on_each_rank() -> list[str]:
         mesh = make_mesh(1, 4)

@@ -423,3 +423,40 @@ def test_what_came_in_a_backward_that_raised_is_not_shown_in_a_later_iteration()
     model(x, with_head=False).sum().backward()
     assert model.module.head.weight.grad is None
     assert model.module.body.weight.grad.norm() > 0
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("reads", [False, True])
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("microbatch", [False, True])
+def test_gradients_may_be_cleared_between_a_forward_and_its_backward(
+    microbatch: bool, overlap: bool, reads: bool, sharded: bool
+) -> None:
+    """As loops do that call ``optimizer.zero_grad()`` right before ``backward()``, here without a step between."""
+    model = wrap(nn.Linear(4, 2), overlap_grad_reduce=overlap, use_distributed_optimizer=sharded)
+    number, params = model.iteration, [*model.parameters()]
+    model(torch.full((1, 4), 5.0)).sum().backward()
+    if reads:
+        assert params[0].grad.norm() > 0
+    loss = model(torch.ones(1, 4)).sum()
+    for param in params:
+        param.grad = None
+    if microbatch:
+        with model.no_sync():
+            loss.backward()
+    else:
+        loss.backward()
+    model.finish_grad_sync()
+    assert model.iteration == number + 1
+    assert torch.equal(params[0].main_grad, torch.ones(2, 4))
+
+
+def test_a_forward_behind_cleared_gradients_begins_an_iteration() -> None:
+    """Before it runs: modules may write gradients in their forward, and unused parameters are found there."""
+    model = wrap(nn.Linear(4, 2))
+    model(torch.ones(1, 4)).sum().backward()
+    model.module.weight.grad = model.module.bias.grad = None
+    seen = []
+    model.module.register_forward_hook(lambda *_: seen.append((model.iteration, model.is_clear)))
+    model(torch.ones(1, 4))
+    assert seen == [(1, True)]

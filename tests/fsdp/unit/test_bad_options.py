@@ -19,6 +19,7 @@ from maingrad.fsdp import (
     Placements,
     fully_shard,
 )
+from maingrad.kernels.compat import private_name
 from maingrad.launch import simulate
 from maingrad.te_integration import Linear
 
@@ -301,3 +302,13 @@ def test_prefetch_lists_of_plain_modules() -> None:
         model.set_modules_to_forward_prefetch([model.stem])
     with pytest.raises(TypeError, match="set_modules_to_backward_prefetch takes fully sharded modules, and Linear is "):
         model.set_modules_to_backward_prefetch([model.head])
+
+
+@pytest.mark.parametrize("name", ["ddp.torch_internals.current_backward", "fsdp.unit_checks.delivers_to_all"])
+def test_a_torch_without_a_name_that_units_need(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In place of training wrongly: what all wrappers need, and what units need besides."""
+    monkeypatch.setattr("maingrad.kernels.compat.requested_names", {})
+    with pytest.warns(RuntimeWarning, match=r"has no torch\.gone"):
+        monkeypatch.setattr(f"maingrad.{name}", private_name("torch.gone", loss="it trains wrongly"))
+    with pytest.raises(RuntimeError, match=r"has no torch\.gone: it trains wrongly"):
+        fully_shard(nn.Linear(1, 1))
