@@ -63,6 +63,11 @@ def test_an_uneven_cut(way: str) -> None:
     check(way, False, False, 1, hidden=7, bucket_size=None, num_buckets=3)
 
 
+@pytest.mark.parametrize("way", ["zero1", "hybrid"])
+def test_uneven_slices_that_stay_whole(way: str) -> None:
+    check(way, False, False, 1, hidden=7, keep_params_whole=True)
+
+
 OPTIONS = {
     "overlapped gathers": ("zero1", {"overlap_param_gather": True}),
     "released": ("zero1", {"release_grads": True}),

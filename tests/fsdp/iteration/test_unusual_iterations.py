@@ -15,6 +15,7 @@ from watching import Watcher
 
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig
 from maingrad.ddp.buckets import iteration_ends
+from maingrad.ddp.torch_internals import current_backward
 from maingrad.fsdp import fully_shard
 from maingrad.fsdp.iteration.hooks import BackwardEnd
 from maingrad.fsdp.iteration.rounds import State
@@ -231,6 +232,20 @@ def test_watchers_are_told_of_each_end_step_and_discard(monkeypatch: pytest.Monk
         model(batch(0, 0), fails=True).backward()
     model(batch(0, 0)).backward()
     assert told_by(watcher, model) == [("stepped", optimizer.found_inf), ("discarded", True), ("ended", 1)]
+
+
+def test_backwards_of_an_iteration_that_was_given_up_have_trained_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(iteration_ends, "_watchers", [Watcher()])
+    model, numbers = sharded(), list[int]()
+    with model.no_sync():
+        loss = model(batch(0, 0))
+        loss.register_hook(lambda grad: numbers.append(current_backward()))
+        loss.backward()
+    assert iteration_ends.was_trained_in(numbers[0])
+    with pytest.raises(RuntimeError, match="in the middle"):
+        model(batch(1, 0), fails=True).backward()
+    model(batch(2, 0))
+    assert not iteration_ends.was_trained_in(numbers[0])
 
 
 def test_modules_are_told_that_they_run_in_one_forward_of_a_wrapper() -> None:

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import pytest
 import torch
-from foreign import ForeignProvider
+from foreign import ForeignLinear, ForeignProvider
 from graphed import ROWS, WIDTH
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -42,6 +42,15 @@ def test_each_kind_of_arguments_is_tried_once(warmups):
     # One more with the kernels of a first write, and the capture of each microbatch.
     assert layer.seen.count(4) == warmups + 1 + 2
     assert layer.seen.count(3) == warmups + 1 + 1
+
+
+def test_a_layer_that_is_refused_for_its_flags_keeps_none():
+    """With one, the provider would take the next plain gradient of that weight for a placeholder."""
+    layer = nn.Sequential(*(ForeignLinear(WIDTH, WIDTH, bias=False) for _ in range(2)))
+    ForeignProvider(layer)
+    with pytest.raises(ValueError, match="writes main_grad in its own backward"):
+        make_graphed_callables([layer], [(batch(),)])
+    assert [param.grad_added_to_main_grad for param in layer.parameters()] == [False, False]
 
 
 def test_sample_arguments_that_a_layer_changes_in_place_stay():
