@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from loops import wrap
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from maingrad.te_integration import LinearCrossEntropy, linear_cross_entropy
+from maingrad.te_integration import Linear, LinearCrossEntropy, linear_cross_entropy
 
 K, V = 8, 33
 
@@ -103,6 +104,20 @@ def test_a_compiled_forward_in_a_checkpointed_region_is_refused() -> None:
     x, targets = batch()
     with pytest.raises(RuntimeError, match=r"inside torch\.utils\.checkpoint writes main_grad twice"):
         checkpoint(model, x.requires_grad_(), targets, use_reentrant=False)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+@pytest.mark.parametrize("make", [Linear, LinearCrossEntropy, partial(LinearCrossEntropy, mode="in_forward")])
+def test_gradients_of_gradients_are_refused(make: Any) -> None:
+    """By the backend that runs the operators in autograd's own backward; the others' code has no second derivatives."""
+    layer = make(K, V, bias=False, fuse_wgrad_accumulation=True)
+    kept = wrap(layer)
+    x, targets = batch()
+    operands = (x,) if make is Linear else (x, targets)
+    loss = torch.compile(layer, backend="eager", fullgraph=True)(*operands).sum()
+    with pytest.raises(RuntimeError, match=r"create_graph=True\) through a compiled fused layer"):
+        loss.backward(create_graph=True)
+    assert kept.records
 
 
 def test_the_function_of_a_plain_weight_is_in_the_graph() -> None:
