@@ -31,7 +31,6 @@ from maingrad.te_integration import (
     recipes,
 )
 from maingrad.te_integration.dense import compiled_linear, embedding
-from maingrad.te_integration.dense.compiled_linear import compiled_linear
 from maingrad.te_integration.head import compiled_head, linear_cross_entropy
 
 K, N, V = 32, 48, 33
@@ -278,7 +277,7 @@ def test_a_frozen_weight_that_is_stored_transposed() -> None:
     generator = torch.Generator().manual_seed(0)
     x, weight, bias = (torch.randn(size, generator=generator) for size in ((3, 4), (4, 5), (5,)))
     operands = x.requires_grad_(), bias.requires_grad_()
-    found = compiled_linear(x, [weight], bias, torch.tensor(-1), 0, transposed=True)
+    found = compiled_linear.compiled_linear(x, [weight], bias, torch.tensor(-1), 0, transposed=True)
     expected = torch.addmm(bias, x, weight)
     torch.testing.assert_close(found, expected)
     grads = (torch.autograd.grad(y.square().sum(), operands) for y in (found, expected))
