@@ -270,3 +270,15 @@ def test_inputs_that_do_not_fit_are_refused_as_in_eager_code() -> None:
             with mode(), pytest.raises(ValueError, match=error):
                 layer(x)
     del kept
+
+
+def test_a_frozen_weight_that_is_stored_transposed() -> None:
+    """As that of ``Conv1D``: input and bias have their gradients."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight, bias = (torch.randn(size, generator=generator) for size in ((3, 4), (4, 5), (5,)))
+    operands = x.requires_grad_(), bias.requires_grad_()
+    found = compiled_linear.compiled_linear(x, [weight], bias, torch.tensor(-1), 0, transposed=True)
+    expected = torch.addmm(bias, x, weight)
+    torch.testing.assert_close(found, expected)
+    grads = (torch.autograd.grad(y.square().sum(), operands) for y in (found, expected))
+    torch.testing.assert_close(*grads)

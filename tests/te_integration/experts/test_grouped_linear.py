@@ -1,6 +1,7 @@
 """Numbers of ``GroupedLinear`` against fp64 and against a loop of ``Linear``, in every form and with any splits."""
 
 import copy
+import itertools
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from triton_devices import LAUNCHER_DEVICES
 
 from maingrad.te_integration import GroupedLinear, Linear, WgradQueue, delayed_wgrad
+from maingrad.te_integration.experts.compiled_grouped_linear import compiled_grouped_linear
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -547,3 +549,28 @@ def test_scales_of_the_bias_have_gradients_where_the_input_has_none(form: str) -
     for with_dx, without in zip(*grads, strict=True):
         assert with_dx is not None and torch.equal(with_dx, without)
     assert grads[0][0].abs().min() > 0, "of the scales"
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("experts, packed", [(1, False), (3, False), (3, True)])
+def test_what_compilers_take_has_the_gradients_of_one_product_for_each_expert(
+    experts: int, packed: bool, transposed: bool
+) -> None:
+    """Of separate and packed parameters, also where each expert's matrix is stored [in, out]."""
+    generator = torch.Generator().manual_seed(0)
+    rows, counts = torch.randn(6, 4, generator=generator), [6] if experts == 1 else [1, 3, 2]
+    weights = torch.randn(experts, *((4, 5) if transposed else (5, 4)), generator=generator)
+    tensors = rows, weights, torch.randn(experts, 5, generator=generator), torch.rand(6, generator=generator)
+    x, w, b, scales = (each.requires_grad_() for each in tensors)
+    expected = []
+    for expert, (part, scale) in enumerate(zip(x.split(counts), scales.split(counts), strict=True)):
+        matrix = w[expert] if transposed else w[expert].t()
+        expected.append(part @ matrix + scale[:, None] * b[expert])
+    forms = [[each] if packed else [part.detach().requires_grad_() for part in each] for each in (w, b)]
+    offsets = torch.tensor([0, *itertools.accumulate(counts)])
+    found = compiled_grouped_linear(x, *forms, offsets, None, 0, bias_scale=scales, transposed=transposed)
+    torch.testing.assert_close(found, torch.cat(expected))
+    want = torch.autograd.grad(torch.cat(expected).square().sum(), (x, scales, w, b))
+    dx, dscales, *others = torch.autograd.grad(found.square().sum(), (x, scales, *forms[0], *forms[1]))
+    grads = others if packed else [torch.stack(others[:experts]), torch.stack(others[experts:])]
+    torch.testing.assert_close([dx, dscales, *grads], list(want))

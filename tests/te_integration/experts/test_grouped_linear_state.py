@@ -322,6 +322,20 @@ def test_compiled_around(fuse: bool, form: dict[str, bool]) -> None:
     torch.compiler.reset()
 
 
+@pytest.mark.parametrize("memory", ["out", "grad_input"])
+def test_compiled_around_with_memory_of_the_caller(memory: str) -> None:
+    """Compiled code writes there too."""
+    torch.compiler.reset()
+    module = make()
+    x, splits = torch.randn(6, K, requires_grad=True), torch.tensor([1, 2, 3])
+    buffer = torch.full((6, N if memory == "out" else K), torch.nan)
+    output = torch.compile(module, backend="aot_eager")(x, splits, **{memory: buffer})
+    output.sum().backward()
+    expected = module(x.detach(), splits) if memory == "out" else x.grad
+    assert torch.equal(buffer, expected)
+    torch.compiler.reset()
+
+
 def test_without_gradients_nothing_is_kept() -> None:
     module = make(fuse_wgrad_accumulation=True)
     with torch.no_grad():

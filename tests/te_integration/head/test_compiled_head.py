@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from loops import wrap
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from maingrad.te_integration import LinearCrossEntropy, linear_cross_entropy
+from maingrad.te_integration import Linear, LinearCrossEntropy, linear_cross_entropy
 
 K, V = 8, 33
 
@@ -36,10 +37,10 @@ class Model(nn.Module):
         return loss
 
 
-def batch() -> tuple[Tensor, Tensor]:
+def batch(ignored: int = -100) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
     targets = torch.randint(V, (3, 7), generator=generator)
-    targets[:, 0] = -100
+    targets[:, 0] = ignored
     return torch.randn(3, 7, K, generator=generator), targets
 
 
@@ -49,7 +50,8 @@ def batch() -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("wrapped", [False, True])
 @pytest.mark.sampled(4)
 def test_whole_graphs_have_the_gradients_of_eager_code(mode: Any, bias: bool, wrapped: bool) -> None:
-    options = {"mode": mode, "bias": bias, "label_smoothing": 0.1, "z_loss": 0.01, "logit_softcap": 3.0}
+    options: dict[str, Any] = {"mode": mode, "bias": bias, "ignore_index": 5, "label_smoothing": 0.1, "z_loss": 0.01}
+    options |= {"logit_softcap": 3.0, "logit_scale": 0.5}
     eager, compiled = Model(**options), Model(**options)
     compiled.forward = torch.compile(compiled.forward, backend="aot_eager", fullgraph=True)  # type: ignore[method-assign]
     one, other = (wrap(model) if wrapped else model for model in (eager, compiled))
@@ -57,7 +59,7 @@ def test_whole_graphs_have_the_gradients_of_eager_code(mode: Any, bias: bool, wr
         losses = []
         for model in (one, other):
             model.zero_grad()
-            loss = model(*batch())
+            loss = model(*batch(ignored=5))
             loss.backward()
             losses.append(loss)
         assert torch.equal(*losses)
@@ -95,12 +97,41 @@ def test_a_compiled_head_takes_a_batch_whose_tokens_are_all_ignored(ignored: int
 
 
 @pytest.mark.in_turn
+def test_gradients_of_inputs_alone_are_no_backward_of_the_weight() -> None:
+    eager, compiled = (wrap(Model(mode="in_forward")) for _ in range(2))
+    compiled.module.head.forward = torch.compile(compiled.module.head.forward, backend="aot_eager", fullgraph=True)
+    x, targets = batch()
+    x.requires_grad_()
+    found = [torch.autograd.grad(model.module.head(x, targets), x)[0] for model in (eager, compiled)]
+    assert torch.equal(*found)
+    assert {record.num_fused_writes for record in compiled.records} == {0}
+    for model in (eager, compiled):
+        model(x, targets).backward()
+    for parameter, same in zip(eager.parameters(), compiled.parameters(), strict=True):
+        assert torch.equal(parameter.grad, same.grad)
+
+
+@pytest.mark.in_turn
 def test_a_compiled_forward_in_a_checkpointed_region_is_refused() -> None:
     model = wrap(Model(mode="in_forward"))
     model.module.forward = torch.compile(model.module.forward, backend="aot_eager", fullgraph=True)
     x, targets = batch()
     with pytest.raises(RuntimeError, match=r"inside torch\.utils\.checkpoint writes main_grad twice"):
         checkpoint(model, x.requires_grad_(), targets, use_reentrant=False)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+@pytest.mark.parametrize("make", [Linear, LinearCrossEntropy, partial(LinearCrossEntropy, mode="in_forward")])
+def test_gradients_of_gradients_are_refused(make: Any) -> None:
+    """By the backend that runs the operators in autograd's own backward; the others' code has no second derivatives."""
+    layer = make(K, V, bias=False, fuse_wgrad_accumulation=True)
+    kept = wrap(layer)
+    x, targets = batch()
+    operands = (x,) if make is Linear else (x, targets)
+    loss = torch.compile(layer, backend="eager", fullgraph=True)(*operands).sum()
+    with pytest.raises(RuntimeError, match=r"create_graph=True\) through a compiled fused layer"):
+        loss.backward(create_graph=True)
+    assert kept.records
 
 
 def test_the_function_of_a_plain_weight_is_in_the_graph() -> None:

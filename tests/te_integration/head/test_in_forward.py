@@ -298,6 +298,9 @@ def test_gradients_of_inputs_alone_take_no_part() -> None:
     y = plain.embedding(tokens)
     assert torch.equal(found, torch.autograd.grad(plain.head(y, targets), y)[0])
     del loss, x
+    model(*batch(0)).backward()  # takes back what the forward of the other backward has written
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        assert torch.equal(parameter.grad, gradient)
     check(model, expected)
     model.zero_grad()
     with pytest.raises(RuntimeError, match=r"autograd.grad\(loss, weight\) in mode"):
