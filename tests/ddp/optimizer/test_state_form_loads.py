@@ -202,3 +202,56 @@ def test_what_a_sharded_model_has_not_is_refused_by_name() -> None:
         maingrad.make_optimizer(model, lr=1e-3, skip_nonfinite=True)
     with pytest.raises(ValueError, match=r"moment_dtype=torch\.float32: full moments are fp32"):
         maingrad.make_optimizer(model, lr=1e-3, moment_dtype=torch.float32)
+
+
+@pytest.mark.parametrize("form", [{}, COMPACT["compact"]], ids=["full", "compact"])
+def test_an_assigned_state_is_taken_before_the_next_step(form: dict[str, Any]) -> None:
+    """By whatever reads or writes the state first."""
+    optimizer = make(form)
+    trained(optimizer, range(1))
+    own, keys = optimizer.state, ("exp_avg", "exp_avg_sq")
+    for value, read in enumerate((optimizer.state_dict, optimizer.mark_loaded)):
+        optimizer.state = {  # type: ignore[assignment]
+            master: {**state, **{key: torch.full(master.shape, float(value)) for key in keys}}
+            for master, state in own.items()
+        }
+        read()
+        assert optimizer.state is own
+        assert all((state[key] == value).all() for state in own.values() for key in keys)
+    kept = torch.bfloat16 if form else torch.float32
+    assert {state[key].dtype for state in own.values() for key in keys} == {kept}
+
+
+def test_before_a_replay_masters_follow_what_was_written() -> None:
+    optimizer = make({})
+    trained(optimizer, range(1))
+    with torch.no_grad():
+        for param in optimizer.model.parameters():
+            param.fill_(0.25)
+    optimizer.prepare_replay()
+    assert all((held.master == 0.25).all() for held in optimizer.slices)
+    DistributedOptimizer(optimizer.model, **HYPER)
+    with pytest.raises(RuntimeError, match="this DistributedOptimizer was replaced"):
+        optimizer.prepare_replay()
+
+
+@pytest.mark.parametrize("form", [{}, *COMPACT.values()])
+def test_a_save_has_what_a_program_has_written_after_the_step(tmp_path: Path, form: dict[str, Any]) -> None:
+    """Masters and remainders are those of before."""
+    optimizer, other = make(form), make(form, seed=1)
+    trained(optimizer, range(1))
+    with torch.no_grad():
+        for param in optimizer.model.parameters():
+            param.fill_(0.25)
+    save_checkpoint(tmp_path / "c", optimizer.model, optimizer)
+    load_checkpoint(tmp_path / "c", other.model, other)
+    assert all((param == 0.25).all() for param in other.model.parameters())
+    assert all((held.master == 0.25).all() for held in other.full_slices())
+
+
+@pytest.mark.parametrize("state", ["full", "compact"])
+def test_fp32_parameters_stay_masters_beside_state_on_the_host(state: Any) -> None:
+    """Copies of them would take as much memory again."""
+    optimizer = make({"state": state, "offload_state": "host"}, dtype=torch.float32)
+    for held in optimizer.slices:
+        assert held.master.data_ptr() == held.bucket_param.owned.param.data_ptr()
