@@ -192,6 +192,7 @@ def test_clipped_steps_are_those_of_whole_units(
     ],
     ids=str,
 )
+@pytest.mark.in_turn
 def test_under_each_option(options: dict[str, Any], microbatches: int) -> None:
     simulate(train_both, 4, "blocks", torch.float32, microbatches, True, options)
 

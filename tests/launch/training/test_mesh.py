@@ -71,6 +71,7 @@ def plain(
         ("hsdp", 8, {"tp": 2, "cp": 2}),
     ],
 )
+@pytest.mark.in_turn
 @pytest.mark.parametrize("fused_loss", [False, True])
 def test_ranks_that_share_samples_train_the_same_model(
     tmp_path: Path,
