@@ -82,13 +82,11 @@ class Muon(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raises ``ValueError`` for parameters that are no matrices, or that ``split`` does not fit."""
-        count = len(self.param_groups)
+        super().add_param_group(param_group)
         try:
-            super().add_param_group(param_group)
-            for group in self.param_groups[count:]:
-                self._check_group(group)
+            self._check_group(self.param_groups[-1])
         except ValueError:
-            del self.param_groups[count:]
+            self.param_groups.pop()
             raise
 
     def _check_group(self, group: Mapping[str, Any]) -> None:

@@ -109,20 +109,24 @@ def bench_counts():
     try:
         for name, case in CASES.items():
             few, many = (count_parts(*case, depth) for depth in (8, 16))
-            for what in ("a layer", "the rest"):
-                rows.append(Measurement(name=name, of=what))
-                for part in _PARTS:
-                    layer = [(more - less) / 8 for more, less in zip(many[part], few[part], strict=True)]
-                    rest = [less - 8 * each for less, each in zip(few[part], layer, strict=True)]
-                    rows[-1][part] = " / ".join(f"{count:g}" for count in (layer if what == "a layer" else rest))
+            layer, rest = Measurement(name=name, of="a layer"), Measurement(name=name, of="the rest")
+            for part in _PARTS:
+                of_layer = [(more - less) / 8 for more, less in zip(many[part], few[part], strict=True)]
+                layer[part] = _both(of_layer)
+                rest[part] = _both(less - 8 * each for less, each in zip(few[part], of_layer, strict=True))
+            rows += [layer, rest]
     finally:
         gc.enable()
     return rows
 
 
+def _both(counts):
+    return " / ".join(f"{count:g}" for count in counts)
+
+
 def write_report(rows, folder):
     """Write ``host_counts.csv`` and ``host_counts.md``; returns the Markdown."""
-    columns = [("", "{row.name}"), ("of", "{row.of}"), *((part, partial(_cell, part)) for part in _PARTS)]
+    columns = [("", "{row.name}"), ("of", "{row.of}"), *((part, f"{{row[{part}]}}") for part in _PARTS)]
     about = (
         "Python calls / bytecode instructions of one layer of 16 x 16 with a bias, and of the rest of the model, in an "
         "iteration with two microbatches; reductions overlap; one rank, on a CPU. Made by "
@@ -130,10 +134,6 @@ def write_report(rows, folder):
     )
     parts = f"{machine()}. {about}", table(rows, columns)
     return write_table(folder, "host_counts", rows, "Python of one layer", *parts)
-
-
-def _cell(part, row):
-    return row[part]
 
 
 def run(options):

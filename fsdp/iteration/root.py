@@ -45,7 +45,12 @@ from ...ddp.collectives.streams import communication_stream, current_stream
 from ...ddp.collectives.timeline import UNOBSERVED, Observer
 from ...ddp.contract.delay_blocks import delay_blocks
 from ...ddp.gathers.gathered_models import record_gathered_model
-from ...ddp.torch_internals import DisableTorchFunctionSubclass, call_when_backward_ends, current_backward
+from ...ddp.torch_internals import (
+    NO_BACKWARD,
+    DisableTorchFunctionSubclass,
+    call_when_backward_ends,
+    current_backward,
+)
 from ..unit.bucket import ShardedBucket
 from ..unit.plan import cast_floating, cast_inputs
 from ..unit.unit import Unit
@@ -142,7 +147,7 @@ class Root:
     def gather_for_forward(self, unit: Unit) -> None:
         """Gather a unit whose forward starts and, except in a recompute, the one that came next the last time."""
         following: Sequence[Unit] = []
-        if current_backward() == -1:  # a recompute's unit is followed by another one's backward
+        if current_backward() == NO_BACKWARD:  # a recompute's unit is followed by another one's backward
             predicted = self.gathers.forward_enters(unit)
             following = predicted if unit.forward_prefetch is None else unit.forward_prefetch
         self.gathers.gather(unit)
@@ -190,7 +195,7 @@ class Root:
             hooks.forward.delays = hooks.forward.num_blocks != delay_blocks.num_entered
             hooks.trace.add(hooks.forward)
         self.release_after_forward(unit, has_graph=has_graph)
-        if not self._running and current_backward() == -1:
+        if not self._running and current_backward() == NO_BACKWARD:
             # A model without parameters of its own has no hooks, and the units in it may wait for backward.
             awaits_backward = has_graph or (hooks.trace.has_graph and not hooks.listens)
             if failed or not awaits_backward:
@@ -219,7 +224,7 @@ class Root:
         """The trace of the forward under way, or of the recomputes in this graph task so far."""
         if self._running and self._running[-1].trace.task == task:
             return self._running[-1].trace
-        if task == -1 or self._backward is None:
+        if task == NO_BACKWARD or self._backward is None:
             return ForwardTrace(task)
         return self._backward.recomputed.setdefault(task, ForwardTrace(task))
 

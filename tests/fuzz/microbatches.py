@@ -74,20 +74,25 @@ def _both_reduced(pen: Pen, place: Place) -> None:
 
 def _head_behind(pen: Pen, place: Place) -> None:
     """The program calls the head on what the wrapper has returned: backward meets its weights before the wrapper's."""
-    owner = "model.module" if pen.ddp else "model"
-    pen(f"{owner}.headless = True", f"hidden = {pen.forward(place.data)}", f"{owner}.headless = False")
+    owner = _write_hidden(pen, place)
     pen(f"loss = {pen.loss(f'{owner}.with_head(hidden)')}{place.divisor}")
     _backward(pen, place)
 
 
 def _heads_behind(pen: Pen, place: Place) -> None:
     """Two losses of two calls of the head, with a backward each."""
-    owner = "model.module" if pen.ddp else "model"
-    pen(f"{owner}.headless = True", f"hidden = {pen.forward(place.data)}", f"{owner}.headless = False")
+    owner = _write_hidden(pen, place)
     pen(f"first = {pen.loss(f'{owner}.with_head(-hidden)')}{place.divisor}")
     pen.backward("first", "retain_graph=True", hold=place.hold)
     pen(f"loss = {pen.loss(f'{owner}.with_head(hidden)')}{place.divisor}")
     _backward(pen, place)
+
+
+def _write_hidden(pen: Pen, place: Place) -> str:
+    """``hidden``, what the model returns without its head; returns the expression of the head's owner."""
+    owner = "model.module" if pen.ddp else "model"
+    pen(f"{owner}.headless = True", f"hidden = {pen.forward(place.data)}", f"{owner}.headless = False")
+    return owner
 
 
 def _retained(pen: Pen, place: Place) -> None:

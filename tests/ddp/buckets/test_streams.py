@@ -148,23 +148,25 @@ def test_a_stream_waits_for_what_another_one_has_waited_for(streams: Streams) ->
             assert streams.taken() == notes
 
 
-def test_an_iteration_that_is_given_up_ends_on_the_stream_that_gives_it_up(streams: Streams) -> None:
-    """It zeroes what the reductions have read and written."""
-    launcher, _ = launcher_of(streams)
-    launcher.launch_rest()
-    with streams.on(streams.of("backward", 2)):
-        launcher.wait_for_all_but(1)
-    streams.taken()
-    launcher.reset()
-    assert streams.taken() == [*["main waits for backward"] * 2, "main waits for an event on reductions 1"]
-
-
-def test_after_a_capture_that_failed_nothing_is_waited_for(streams: Streams) -> None:
+def launcher_that_another_stream_awaits(streams: Streams) -> tuple[BucketLauncher, Any]:
+    """It has launched all buckets, and backward's stream waits for all but one of them."""
     launcher, ddp = launcher_of(streams)
     launcher.launch_rest()
     with streams.on(streams.of("backward", 2)):
         launcher.wait_for_all_but(1)
     streams.taken()
+    return launcher, ddp
+
+
+def test_an_iteration_that_is_given_up_ends_on_the_stream_that_gives_it_up(streams: Streams) -> None:
+    """It zeroes what the reductions have read and written."""
+    launcher, _ = launcher_that_another_stream_awaits(streams)
+    launcher.reset()
+    assert streams.taken() == [*["main waits for backward"] * 2, "main waits for an event on reductions 1"]
+
+
+def test_after_a_capture_that_failed_nothing_is_waited_for(streams: Streams) -> None:
+    launcher, ddp = launcher_that_another_stream_awaits(streams)
     launcher.forget()
     launcher.wait()
     assert streams.taken() == []
