@@ -98,7 +98,9 @@ def test_matrices_of_other_dtypes(dtype: torch.dtype, on_triton: str) -> None:
     """In ranges that fp16 lacks; one matrix by itself, and by steps that are not the default."""
     matrix, steps = drawn(24, 64).to(on_triton, dtype) * 1e-12, COEFFICIENTS["polar_express"][:2]
     found = form.orthogonalize(matrix, steps)
-    assert found.dtype is torch.float16 and error(found, exact(matrix.cpu(), steps)) < 0.015
+    on_gpu = matrix.is_cuda and dtype is torch.float64  # the reference runs there
+    assert found.dtype is (torch.float32 if on_gpu else torch.float16)
+    assert error(found, exact(matrix.cpu(), steps)) < 0.015
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -36,7 +36,7 @@ def orthogonalize(matrices: Tensor, steps: Sequence[Step] = COEFFICIENTS["simple
     """Orthogonalise matrices [B, m, n] or [m, n], in any float dtype, which are not changed.
 
     Returns matrices of the same shape: in fp16 on CUDA with Triton, where a matrix has the same bits in each batch;
-    else by ``newton_schulz_reference`` in fp32. Both have the result of U for ``2^k U``. Nothing waits for the device.
+    else, and for fp64, by ``newton_schulz_reference`` in fp32. Both have the result of U for ``2^k U``. Nothing waits for the device.
 
     steps  coefficients of each iteration; ``COEFFICIENTS`` has sets by name
 
