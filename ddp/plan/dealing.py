@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from ...kernels.optimizer.orthogonal.orthogonalize import orthogonalize_flops
+from ...kernels.optimizer.orthogonal.flops import orthogonalize_flops
 from .cut import PARAM_ALIGNMENT, cut, round_up
 
 __all__ = ["Whole", "deal", "rows_of", "stack_whole", "update_cost"]

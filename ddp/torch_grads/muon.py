@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from ...kernels.optimizer.orthogonal.elements import apply_update, update_momentum
-from ...kernels.optimizer.orthogonal.orthogonalize import orthogonalize, orthogonalize_flops
+from ...kernels.optimizer.orthogonal.flops import orthogonalize_flops
+from ...kernels.optimizer.orthogonal.orthogonalize import orthogonalize
 from ...kernels.optimizer.orthogonal.reference import COEFFICIENTS, Step
 
 __all__ = ["Muon", "alike", "part_rows", "steps_of", "update_flops", "update_ratio", "whole_shape"]

@@ -17,7 +17,8 @@ from harness import Options, check_names, run_script, time_calls, versions
 from torch.optim import _muon as torch_muon
 
 from maingrad.ddp.torch_grads.muon import alike
-from maingrad.kernels.optimizer.orthogonal.orthogonalize import orthogonalize, orthogonalize_flops
+from maingrad.kernels.optimizer.orthogonal.flops import orthogonalize_flops
+from maingrad.kernels.optimizer.orthogonal.orthogonalize import orthogonalize
 from maingrad.kernels.optimizer.orthogonal.reference import COEFFICIENTS, newton_schulz_reference
 
 BATCHES = [(8, 4096, 4096), (8, 1024, 4096), (4, 14336, 4096), (4, 4096, 14336), (64, 768, 2048), (64, 1536, 2048)]

@@ -10,6 +10,7 @@ from triton_devices import LAUNCHER_DEVICES, nan_filled_memory
 pytest.importorskip("triton", reason="the launches are Triton's")
 from maingrad.kernels.optimizer.orthogonal import elements, product_triton
 from maingrad.kernels.optimizer.orthogonal import orthogonalize as form
+from maingrad.kernels.optimizer.orthogonal.flops import orthogonalize_flops
 from maingrad.kernels.optimizer.orthogonal.product_triton import ProductConfig, full_product, symmetric_product
 from maingrad.kernels.optimizer.orthogonal.reference import COEFFICIENTS, Step, newton_schulz_reference
 
@@ -244,16 +245,16 @@ def test_refusals() -> None:
 def test_flops() -> None:
     """Of Llama-8B's gate, by the Gram form: 6 m^2 n + 14 m^3; of a square matrix: 20 m^3."""
     m, n = 4096, 14336
-    assert form.orthogonalize_flops(n, m) == 6 * m * m * n + 14 * m**3
-    assert form.orthogonalize_flops(m, m) == 20 * m**3
+    assert orthogonalize_flops(n, m) == 6 * m * m * n + 14 * m**3
+    assert orthogonalize_flops(m, m) == 20 * m**3
 
 
 def test_flops_of_few_steps() -> None:
     """Two steps need one R and two products with Q; a square matrix takes three products a step, two halved."""
     m, n = 8, 32
-    assert form.orthogonalize_flops(m, n, 1) == 3 * m * m * n + m**3
-    assert form.orthogonalize_flops(m, n, 2) == 3 * m * m * n + 5 * m**3
-    assert form.orthogonalize_flops(m, m, 3) == 12 * m**3
+    assert orthogonalize_flops(m, n, 1) == 3 * m * m * n + m**3
+    assert orthogonalize_flops(m, n, 2) == 3 * m * m * n + 5 * m**3
+    assert orthogonalize_flops(m, m, 3) == 12 * m**3
 
 
 def test_matrices_begin_with_elements_of_about_one_in_fp16(monkeypatch: pytest.MonkeyPatch) -> None:

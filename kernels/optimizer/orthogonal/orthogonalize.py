@@ -18,25 +18,23 @@ import torch
 from torch import Tensor
 
 from ...compat import HAS_TRITON, runs_on_triton
+from .flops import GRAM_FROM, RESTART
 from .reference import COEFFICIENTS, Step, inverse_norms, newton_schulz_reference
 
 if HAS_TRITON:
     from .product_triton import full_product, symmetric_product
 
-__all__ = ["dtype_of_results", "orthogonalize", "orthogonalize_flops"]
+__all__ = ["dtype_of_results", "orthogonalize"]
 
-_RESTART = 2
-"""Steps before Q is applied to X."""
 _GRAM_SCALE = 2.0**10
-_GRAM_FROM = 1.5
-"""The Gram form takes less from so many columns for a row on."""
 
 
 def orthogonalize(matrices: Tensor, steps: Sequence[Step] = COEFFICIENTS["simple"]) -> Tensor:
     """Orthogonalise matrices [B, m, n] or [m, n], in any float dtype, which are not changed.
 
     Returns matrices of the same shape: in fp16 on CUDA with Triton, where a matrix has the same bits in each batch;
-    else, and for fp64, by ``newton_schulz_reference`` in fp32. Both have the result of U for ``2^k U``. Nothing waits for the device.
+    else, and for fp64, by ``newton_schulz_reference`` in fp32. Both have the result of U for ``2^k U``. Nothing waits
+    for the device.
 
     steps  coefficients of each iteration; ``COEFFICIENTS`` has sets by name
 
@@ -50,22 +48,12 @@ def orthogonalize(matrices: Tensor, steps: Sequence[Step] = COEFFICIENTS["simple
         return newton_schulz_reference(matrices, steps)
     x, scale = _normalized(matrices)
     m, n = sorted(matrices.shape[1:])
-    return _plain_form(x, scale, steps) if n < _GRAM_FROM * m else _gram_form(x, scale, steps)
+    return _plain_form(x, scale, steps) if n < GRAM_FROM * m else _gram_form(x, scale, steps)
 
 
 def dtype_of_results(like: Tensor) -> torch.dtype:
     """The dtype that ``orthogonalize`` returns on the device of ``like``, an fp32 tensor."""
     return torch.float16 if runs_on_triton("orthogonalize", like) else torch.float32
-
-
-def orthogonalize_flops(rows: int, columns: int, num_steps: int = 5) -> float:
-    """FLOPs of one matrix's iterations, those of half of a symmetric product counted."""
-    m, n = sorted((float(rows), float(columns)))
-    if n < _GRAM_FROM * m:
-        return num_steps * (3 * m * m * n + m**3)
-    if num_steps <= _RESTART:
-        return 3 * m * m * n + (4 * num_steps - 3) * m**3
-    return 6 * m * m * n + (3 + 4 * (num_steps - 1) - 5) * m**3
 
 
 def _normalized(matrices: Tensor) -> tuple[Tensor, float]:
@@ -112,7 +100,7 @@ def _gram_form(x: Tensor, scale: float, steps: Sequence[Step]) -> Tensor:
         else:
             symmetric_product(q, z, spare, beta=a, addend=q)
             q, spare = spare, q
-        ends = index + 1 in (_RESTART, len(steps))
+        ends = index + 1 in (RESTART, len(steps))
         if ends:
             _apply(q, x, other, 1 / scale)
             x, other, scale = other, x, 1.0
