@@ -109,3 +109,51 @@ def test_one_group_is_that_of_all_modules() -> None:
     model(torch.ones(2, 16, dtype=BF16)).float().sum().backward()
     with pytest.raises(RuntimeError, match=r"several forms of DelayedScaling.*amax_reduction_group=others"):
         model.finish_grad_sync()
+
+
+def test_scales_are_fp32_whatever_dtype_a_program_makes_tensors_in() -> None:
+    """Half precision would round amaxes, and take neither their range nor that of scales."""
+    found = []
+    for default in (torch.float32, BF16):
+        torch.manual_seed(0)
+        layer: Any = Linear(32, 32, dtype=torch.float16)
+        model, x = DistributedDataParallel(layer), torch.randn(8, 32).half()
+        torch.set_default_dtype(default)
+        try:
+            for factor in (1.0, 1.01, 1e-3):
+                run(model, x * factor).backward()
+                model.finish_grad_sync()
+                model.zero_grad_buffer()
+        finally:
+            torch.set_default_dtype(torch.float32)
+        found.append((layer.fp8_scale, layer.fp8_amax_history))
+    for expected, value in zip(*found, strict=True):
+        assert value.dtype is torch.float32
+        assert torch.equal(value, expected)
+
+
+@pytest.mark.parametrize(
+    ("scales", "history"),
+    [
+        ((6,), (4, 6)),  # of a module with two products
+        ((3,), (4, 6)),
+        ((6,), (4, 3)),
+        ((3,), (0, 3)),
+        ((3,), (3,)),
+        ((3,), (4, 1, 3)),
+        ((3,), None),
+        (None, (4, 3)),
+    ],
+)
+@pytest.mark.parametrize("has_run", [False, True])
+def test_a_state_that_does_not_fit_is_refused(scales: Any, history: Any, has_run: bool) -> None:
+    """As a weight of another shape is."""
+    layer: Any = Linear(32, 32, dtype=BF16)
+    if has_run:
+        run(layer, torch.randn(8, 32).to(BF16)).backward()
+    shapes = {name: value.shape for name, value in layer.state_dict().items()}
+    given = {"fp8_scale": scales, "fp8_amax_history": history}
+    state = {name: torch.ones(shape) for name, shape in given.items() if shape is not None}
+    with pytest.raises(RuntimeError, match="fp8_"):
+        layer.load_state_dict({"weight": layer.weight, "bias": layer.bias, **state})
+    assert {name: value.shape for name, value in layer.state_dict().items()} == shapes

@@ -6,11 +6,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
+from maingrad.ddp import DistributedDataParallel
 from maingrad.te_integration import (
+    DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
+    LayerNormMLP,
     Linear,
     NVFP4BlockScaling,
     autocast,
@@ -107,6 +110,33 @@ def test_hooks_of_others_inside() -> None:
         backward(y)
 
     check(run)
+
+
+@pytest.mark.parametrize("recipe", [CURRENT, DelayedScaling(amax_history_len=3)], ids=["current", "delayed"])
+@pytest.mark.parametrize("shape", [(8, 32), (2, 4, 32), (2, 0, 32), (0, 32)])
+def test_an_mlp_that_recomputes_itself(shape: tuple[int, ...], recipe: Recipe) -> None:
+    """It skips its second product in the recompute, whatever the shape of its input, and has the same bits.
+
+    Without torch's early stop the recompute runs to its end.
+    """
+    found = []
+    for recomputes, stops in ((False, True), (True, True), (True, False)):
+        torch.manual_seed(0)
+        mlp = LayerNormMLP(32, 48, checkpoint=recomputes, fuse_wgrad_accumulation=True, dtype=torch.bfloat16)
+        model, x = DistributedDataParallel(mlp), torch.randn(shape).bfloat16().requires_grad_()
+        outputs = []
+        for _ in range(2):
+            with autocast(recipe=recipe), set_checkpoint_early_stop(stops):
+                outputs.append(model(x))
+            backward(outputs[-1])
+            model.finish_grad_sync()
+            model.zero_grad_buffer()
+            outputs += [param.main_grad.clone() for param in mlp.parameters()]
+        assert outputs[0].shape == shape
+        found.append([*outputs, x.grad, *mlp.buffers()])
+    for once, again, whole in zip(*found, strict=True):
+        assert torch.equal(once, again)
+        assert torch.equal(once, whole)
 
 
 @pytest.mark.in_turn
