@@ -111,6 +111,27 @@ def test_one_group_is_that_of_all_modules() -> None:
         model.finish_grad_sync()
 
 
+def test_an_iteration_without_a_recipe_leaves_scales_as_they_are() -> None:
+    """As one that only evaluates, or of which all quantised layers are off. The next one goes on."""
+    found = []
+    for pauses in (False, True):
+        torch.manual_seed(0)
+        layer: Any = Linear(32, 32, dtype=BF16)
+        model, x = DistributedDataParallel(layer), torch.randn(8, 32).to(BF16)
+        for factor in (1, 2, 3):
+            run(model, x * factor).backward()
+            model.finish_grad_sync()
+            model.zero_grad_buffer()
+            if pauses:
+                before = layer.fp8_scale.clone()
+                model(x * 9).float().square().sum().backward()
+                model.finish_grad_sync()
+                model.zero_grad_buffer()
+                assert torch.equal(layer.fp8_scale, before)
+        found.append((layer.fp8_scale, layer.fp8_amax_history))
+    assert all(map(torch.equal, *found))
+
+
 def test_scales_are_fp32_whatever_dtype_a_program_makes_tensors_in() -> None:
     """Half precision would round amaxes, and take neither their range nor that of scales."""
     found = []
