@@ -74,6 +74,17 @@ def test_a_frozen_first_layer_counts_all_microbatches_however_many_they_are() ->
     assert first.fp8_scale[0] == 448 / 8  # of the first microbatch
 
 
+def test_a_frozen_first_layer_counts_in_the_second_backward_of_its_forward() -> None:
+    """Of which the first one trains nothing."""
+    first, second = Linear(16, 16, dtype=BF16).requires_grad_(False), Linear(16, 16, dtype=BF16)
+    model = DistributedDataParallel(nn.Sequential(first, second))
+    loss = run(model, torch.full((2, 16), 8.0, dtype=BF16))
+    torch.autograd.grad(loss, second.bias, retain_graph=True)
+    loss.backward()
+    model.finish_grad_sync()
+    assert first.fp8_scale[0] == 448 / 8
+
+
 def test_gradients_that_train_nothing_leave_nothing_behind() -> None:
     layer = Linear(16, 16, dtype=BF16)
     model, x = DistributedDataParallel(layer), torch.ones(2, 16, dtype=BF16, requires_grad=True)
