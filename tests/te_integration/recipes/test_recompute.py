@@ -48,7 +48,7 @@ def backward(y: Tensor) -> None:
     y.float().square().sum().backward()
 
 
-@pytest.mark.parametrize("where", ["outside", "between", "inside"])
+@pytest.mark.parametrize("where", ["outside", "around the inner alone", "between", "inside"])
 def test_nested_regions(where: str) -> None:
     def run(layers: list[Linear], x: Tensor, region: Region) -> None:
         def inner(x: Tensor) -> Tensor:
@@ -59,13 +59,15 @@ def test_nested_regions(where: str) -> None:
             return layers[1](x).tanh()
 
         def outer(x: Tensor) -> Tensor:
+            if where == "around the inner alone":
+                return region(inner, x).sin()
             if where != "between":
                 return layers[2](region(inner, x)).tanh()
             with autocast(recipe=ROTATED):
                 x = region(inner, x)
             return layers[2](x).tanh()
 
-        if where == "outside":
+        if where in ("outside", "around the inner alone"):
             with autocast(recipe=CURRENT):
                 y = region(outer, x)
         else:
@@ -94,6 +96,17 @@ def test_a_layer_before_a_block_inside_has_no_recipe() -> None:
                 return layers[1](x).tanh()
 
         backward(region(inside, x))
+
+    check(run)
+
+
+def test_a_layer_that_had_a_recipe_before() -> None:
+    """It may be computed again without one in a region."""
+
+    def run(layers: list[Linear], x: Tensor, region: Region) -> None:
+        with autocast(recipe=CURRENT):
+            layers[0](x)
+        backward(region(lambda x: layers[1](layers[0](x)).tanh(), x))
 
     check(run)
 
