@@ -290,6 +290,19 @@ def test_inputs_that_do_not_fit_are_refused_as_in_eager_code() -> None:
     del kept
 
 
+@pytest.mark.parametrize("mode", [contextlib.nullcontext, traced], ids=["eager", "traced"])
+def test_beside_a_frozen_slice_the_others_are_fused(mode: Any) -> None:
+    layer: Any = LAYERS["split"]()
+    layer.query_weight.requires_grad_(False)
+    ddp = wrap(layer)
+    with mode():
+        output = layer(inputs(0))
+    output.sum().backward()
+    ddp.finish_grad_sync()
+    assert {record.name: record.num_fused_writes for record in ddp.records}["key_weight"] == 1
+    torch.testing.assert_close(layer.key_weight.main_grad, inputs(0).detach().view(-1, K).sum(0).expand(16, K))
+
+
 def test_a_frozen_weight_that_is_stored_transposed() -> None:
     """As that of ``Conv1D``: input and bias have their gradients."""
     generator = torch.Generator().manual_seed(0)
