@@ -7,7 +7,14 @@ import torch
 from torch import Tensor, nn
 
 from maingrad.ddp import DistributedDataParallel
-from maingrad.te_integration import DelayedScaling, LayerNormMLP, Linear, autocast, convert_linears
+from maingrad.te_integration import (
+    DelayedScaling,
+    Float8CurrentScaling,
+    LayerNormMLP,
+    Linear,
+    autocast,
+    convert_linears,
+)
 
 BF16 = torch.bfloat16
 RECIPE = DelayedScaling(amax_history_len=4)
@@ -141,6 +148,27 @@ def test_an_iteration_without_a_recipe_leaves_scales_as_they_are() -> None:
                 assert torch.equal(layer.fp8_scale, before)
         found.append((layer.fp8_scale, layer.fp8_amax_history))
     assert all(map(torch.equal, *found))
+
+
+def test_microbatches_of_one_iteration_may_have_other_recipes() -> None:
+    """A weight's copies that one keeps serve none of the others."""
+    torch.manual_seed(0)
+    weight, x = torch.randn(16, 16).to(BF16), torch.randn(8, 16).to(BF16)
+    recipes = RECIPE, Float8CurrentScaling(), None, RECIPE
+
+    def gradient(*chosen: Any) -> Tensor:
+        layer: Any = Linear(16, 16, bias=False, fuse_wgrad_accumulation=True, dtype=BF16)
+        layer.load_state_dict({"weight": weight})
+        model = DistributedDataParallel(layer)
+        for recipe in chosen:
+            with autocast(recipe is not None, recipe=recipe):
+                y = model(x)
+            with model.no_sync():
+                y.float().square().sum().backward()
+        model.finish_grad_sync()
+        return layer.weight.main_grad.clone()
+
+    torch.testing.assert_close(gradient(*recipes), sum(map(gradient, recipes)))
 
 
 def test_scales_are_fp32_whatever_dtype_a_program_makes_tensors_in() -> None:
