@@ -171,6 +171,38 @@ def test_microbatches_of_one_iteration_may_have_other_recipes() -> None:
     torch.testing.assert_close(gradient(*recipes), sum(map(gradient, recipes)))
 
 
+def test_amaxes_of_an_iteration_end_with_it() -> None:
+    """Of a frozen layer, too, beside which only modules of others are trained."""
+    layer: Any = Linear(16, 16, dtype=BF16).requires_grad_(False)
+    model = DistributedDataParallel(nn.Sequential(layer, nn.Linear(16, 16, dtype=BF16)))
+    for amax in (8.0, 1.0, 2.0):
+        run(model, torch.full((2, 16), amax, dtype=BF16)).backward()
+        model.finish_grad_sync()
+        model.zero_grad_buffer()
+        assert layer.fp8_amax_history[-1, 0] == amax
+        assert not layer._scaling_use.rows
+
+
+def test_a_frozen_module_without_a_wrapper_has_new_scales_too() -> None:
+    """As the layers beside adapters."""
+    layer: Any = Linear(16, 16, dtype=BF16).requires_grad_(False)
+    x = torch.full((2, 16), 8.0, dtype=BF16, requires_grad=True)
+    run(layer, x).backward()
+    run(layer, x)
+    assert layer.fp8_scale[0] == 448 / 8
+
+
+def test_forwards_may_wait_for_their_backwards_however_many_they_are() -> None:
+    layer: Any = Linear(16, 16, dtype=BF16)
+    model = DistributedDataParallel(layer)
+    losses = [run(model, torch.full((2, 16), 8.0 if number == 0 else 1.0, dtype=BF16)) for number in range(70)]
+    with model.no_sync():
+        for loss in losses:
+            loss.backward()
+    model.finish_grad_sync()
+    assert layer.fp8_scale[0] == 448 / 8  # of the first microbatch
+
+
 def test_scales_are_fp32_whatever_dtype_a_program_makes_tensors_in() -> None:
     """Half precision would round amaxes, and take neither their range nor that of scales."""
     found = []
