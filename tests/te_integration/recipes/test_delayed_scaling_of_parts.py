@@ -192,11 +192,16 @@ def test_a_frozen_module_without_a_wrapper_has_new_scales_too() -> None:
     assert layer.fp8_scale[0] == 448 / 8
 
 
-def test_forwards_may_wait_for_their_backwards_however_many_they_are() -> None:
+@pytest.mark.parametrize("waits", [False, True])
+def test_all_microbatches_count_however_many_they_are(waits: bool) -> None:
+    """Also of a pipeline that fills first, whose forwards wait for their backwards."""
     layer: Any = Linear(16, 16, dtype=BF16)
-    model = DistributedDataParallel(layer)
-    losses = [run(model, torch.full((2, 16), 8.0 if number == 0 else 1.0, dtype=BF16)) for number in range(70)]
+    model, losses = DistributedDataParallel(layer), []
     with model.no_sync():
+        for number in range(70):
+            losses.append(run(model, torch.full((2, 16), 8.0 if number == 0 else 1.0, dtype=BF16)))
+            if not waits:
+                losses.pop().backward()
         for loss in losses:
             loss.backward()
     model.finish_grad_sync()
