@@ -299,10 +299,10 @@ def test_what_a_program_accumulates_after_a_failed_step_counts(options: str, aba
 
 
 def of_two_wrappers(fails: bool) -> dict[str, Tensor]:
-    """A stage with a wrapper around each of its layers: gradients of a step, behind another that was abandoned."""
-    layers = make_layers()[0]
+    """A stage with two wrappers and a layer outside of them: gradients of a step, behind another that was abandoned."""
+    layers, outside = make_layers()[0], nn.Linear(WIDTH, WIDTH)
     models = [DistributedDataParallel(layer) for layer in (layers[0], layers[2])]
-    stage = PipelineStage(nn.Sequential(models[0], layers[1], models[1]), 0, 1, torch.device("cpu"))
+    stage = PipelineStage(nn.Sequential(models[0], layers[1], models[1], outside), 0, 1, torch.device("cpu"))
     schedule = pipelining.ScheduleInterleavedZeroBubble([stage], MICROBATCHES, loss_fn, scale_grads=False)
     for step, at in ((0, ("backward", 2)), (1, None)) if fails else ((1, None),):
         layers[1].fail_at(at)
@@ -312,11 +312,11 @@ def of_two_wrappers(fails: bool) -> dict[str, Tensor]:
         if at is not None:
             stage.abandon_step()
             assert all(model.is_clear for model in models)
-    for model in models:
+    found = {name: param.grad for name, param in outside.named_parameters() if param.grad is not None}
+    for index, model in enumerate(models):
         model.finish_grad_sync()
-    return {
-        f"{index}.{name}": grad for index, model in enumerate(models) for name, grad in reduced_grads(model).items()
-    }
+        found |= {f"{index}.{name}": grad for name, grad in reduced_grads(model).items()}
+    return found
 
 
 def test_all_wrappers_of_a_stage_abandon_its_step() -> None:

@@ -365,7 +365,7 @@ def stage_of(module: nn.Module, **options: object) -> None:
 
 
 def test_queues_and_runners_of_others_are_refused() -> None:
-    module = nn.Sequential(nn.Identity(), Linear(WIDTH, WIDTH, delay_wgrad_compute=True))
+    module = nn.Sequential(nn.Identity(), Linear(WIDTH, WIDTH, delay_wgrad_compute=True), nn.Identity())
     for delay in (True, False):  # nobody empties the module's queue where the stage has no W slots either
         with pytest.raises(
             SimulatedRankError, match=r"ValueError: stage 0: '1' \(Linear\) delays .* without delay_wgrad_compute=True"
