@@ -256,10 +256,10 @@ def test_layers_of_a_chunk_may_return_lists():
     torch.manual_seed(0)
     layers = [InAList(), nn.Linear(WIDTH, WIDTH)]
     chunks = graphed_chunks(make_graphed_callables(layers, [(batch(),)] * 2, order=order), schedule)
+    assert torch.equal(chunks[0](batch(2)), layers[1](batch(2).tanh())), "without an executor"
     for parts in (chunks, [layers]):
         losses += ScheduleExecutor(schedule, parts).run([batch(1)], lambda y, microbatch: y.square().sum())
     assert torch.equal(*losses)
-    assert torch.equal(chunks[0](batch(2)), layers[1](batch(2).tanh())), "and without an executor"
     assert list(chunks[0].parameters()) == list(layers[1].parameters())
     assert [name for name, _ in chunks[0].named_parameters("block")] == ["block.1.weight", "block.1.bias"]
 

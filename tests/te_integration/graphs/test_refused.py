@@ -491,15 +491,16 @@ def test_gradients_that_only_the_layer_can_give():
     with pytest.raises(RuntimeError, match=r"the weight got a hook \(register_hook\) after the capture"):
         graphed(a).sum().backward()
     assert ddp.is_clear
-    mlp = LayerNormMLP(WIDTH, 16, fuse_wgrad_accumulation=True)
-    ddp = wrapped(mlp)
-    (graphed,) = make_graphed_callables([mlp], samples(1))
-    for weight in (mlp.fc1_weight, mlp.fc2_weight):
-        handle = weight.register_hook(lambda grad: grad)
-        with pytest.raises(RuntimeError, match=r"the weight got a hook \(register_hook\) after the capture"):
-            graphed(a).sum().backward()
-        handle.remove()
-    assert ddp.is_clear
+    options = {"fuse_wgrad_accumulation": True}
+    for layer in (LayerNormMLP(WIDTH, 16, **options), Linear(WIDTH, 16, parameters_split=["q", "k"], **options)):
+        ddp = wrapped(layer)
+        (graphed,) = make_graphed_callables([layer], samples(1))
+        for name in layer.weight_names:
+            handle = layer.get_parameter(name).register_hook(lambda grad: grad)
+            with pytest.raises(RuntimeError, match=r"the weight got a hook \(register_hook\) after the capture"):
+                graphed(a).sum().backward()
+            handle.remove()
+        assert ddp.is_clear
     plain = nn.Linear(WIDTH, WIDTH)
     (graphed,) = make_graphed_callables([plain], samples(1))  # autograd delivers all gradients: every backward works
     (dx,) = torch.autograd.grad(graphed(a).sum(), a)
