@@ -192,6 +192,8 @@ WITH_LOGITS: dict[str, Any] = {
     "a truth": lambda z: z[True],
     "dtype and device": lambda z: z.to(torch.float32, copy=True),
     "device by name": lambda z: z.to("cpu"),
+    "device and dtype": lambda z: z.to(z.device, torch.float32),
+    "device, and dtype by name": lambda z: z.to(z.device, dtype=torch.float32),
     "dtype by name": lambda z: z.to(dtype=torch.float32),
     "a number first": lambda z: 1 + 2 * z - z / 4,
     "a number from the left": lambda z: (1 - z) + 2 / (3 + z * z),
