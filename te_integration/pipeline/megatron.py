@@ -46,7 +46,6 @@ def finalize_model_grads(
 
 def _groups_of(state: Any) -> SimpleNamespace:
     return SimpleNamespace(
-        tp=state.get_tensor_model_parallel_group(),
         pp=state.get_pipeline_model_parallel_group(),
         dp_cp=state.get_data_parallel_group(with_context_parallel=True),
         tp_dp_cp=state.get_tensor_and_data_parallel_group(with_context_parallel=True),

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from maingrad.te_integration import GroupedLinear, convert_linears
+from maingrad.te_integration import GroupedLinear, GroupedMLP, LayerNormMLP, convert_linears
 
 
 @pytest.mark.parametrize(("frozen", "share"), [((), 2 / 3), (("0.weight",), 1 / 2), (("2.weight",), 1.0)], ids=str)
@@ -54,6 +54,16 @@ def test_parameters_are_named_and_counted_once() -> None:
         "tied.position_bias": "Positions uses it by itself, shape (8, 8)",
     }
     assert conversion.fused_share == pytest.approx(1 / 4)
+
+
+def test_all_weights_of_a_module_count_and_so_does_what_is_beside_them() -> None:
+    """An adapter's matrices in a subclass of a linear layer, for example."""
+    adapted = type("Adapted", (nn.Linear,), {})(8, 8, bias=False)
+    adapted.down, adapted.down_bias = nn.Parameter(torch.ones(2, 8)), nn.Parameter(torch.ones(2, 8))
+    conversion = convert_linears(nn.Sequential(LayerNormMLP(8, 16), GroupedMLP(2, 8, 4), adapted))
+    assert conversion.left_out == {"2.down": "Adapted uses it by itself, shape (2, 8)"}
+    mlp, experts = 2 * 8 * 16, (2 * 8 * 4 + 4 * 8) * 2 / 2
+    assert conversion.fused_share == pytest.approx((mlp + experts) / (mlp + experts + 8 * 8 + 2 * 8))
 
 
 @pytest.mark.parametrize(("chosen", "share"), [(1, 1 / 2), (2, 2 / 3), (9, 4 / 5)])

@@ -151,6 +151,14 @@ def test_refused() -> None:
     with pytest.raises(ValueError, match=r"'module\.0\.weight' has a main_grad.*model\.unwrap\(\)"):
         unconvert(ddp)
     assert type(model[0]) is Linear
+    for frozen, trained in (("weight", "bias"), ("bias", "weight")):
+        partly = nn.Sequential(nn.Linear(8, 8))
+        partly.get_parameter(f"0.{frozen}").requires_grad_(False)
+        convert_linears(partly)
+        wrapper = DistributedDataParallel(partly)
+        with pytest.raises(ValueError, match=rf"'0\.{trained}' has a main_grad"):
+            unconvert(partly)
+        del wrapper
     late = Linear(8, 8, fuse_wgrad_accumulation=True, delay_wgrad_compute=True)
     late.weight.main_grad = torch.zeros(8, 8)
     late(torch.ones(1, 8)).sum().backward()

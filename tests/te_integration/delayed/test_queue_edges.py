@@ -69,14 +69,14 @@ def test_threads_that_drain_together_compute_each_gradient_once(verb: str, fused
 @pytest.mark.parametrize("verb", ["drain", "drain_oldest_microbatch", "drain_module"])
 @pytest.mark.sampled(1)
 def test_a_module_that_is_gone_is_named_once_and_blocks_nobody(verb: str) -> None:
-    gone, layer, queue = Linear(8, 8, name="gone"), Linear(8, 8), WgradQueue()
+    gone, gone_too, layer, queue = Linear(8, 8, name="gone"), Linear(8, 8), Linear(8, 8), WgradQueue()
     queue.log = []
-    for module in (gone, layer):
+    for module in (gone, gone_too, layer):
         with queue.microbatch(0), delayed_wgrad(queue):
             y = module(torch.ones(2, 8))
         with queue.microbatch(0):
             y.sum().backward()
-    del gone, module, y
+    del gone, gone_too, module, y
     gc.collect()
     with pytest.raises(RuntimeError, match="gone, weight: the weight was freed"):
         getattr(queue, verb)(*([layer] if verb == "drain_module" else []))

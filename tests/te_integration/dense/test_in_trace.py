@@ -30,7 +30,7 @@ from maingrad.te_integration import (
     delayed_wgrad,
     recipes,
 )
-from maingrad.te_integration.dense import compiled_linear, embedding
+from maingrad.te_integration.dense import compiled_linear, compiled_wgrad, embedding
 from maingrad.te_integration.head import compiled_head, linear_cross_entropy
 
 K, N, V = 32, 48, 33
@@ -211,6 +211,11 @@ def test_what_a_graph_cannot_hold_is_a_break() -> None:
         assert breaks(Linear(K, N, **FUSED), x) == 1, "without a provider what is delayed is checked in eager code"
     with torch.no_grad():
         assert breaks(layer, x) == 0
+    with patch.object(compiled_wgrad, "is_compiled_autograd_on", lambda: True):
+        assert breaks(layer, x) == 1, "compiled autograd would drop the gradient"
+    of_others = Linear(K, N, **FUSED)
+    of_others.weight.main_grad = torch.zeros(N, K)
+    assert breaks(of_others, x) == 1, "a foreign provider needs a placeholder"
     half = Linear(K, N, dtype=torch.bfloat16)
     with autocast():
         assert breaks(half, x.bfloat16()) == 1, "autograd delivers a quantised product"
@@ -262,6 +267,19 @@ def test_a_compiler_is_told_the_shapes_of_a_heads_gradients(dtype: torch.dtype) 
         assert forms_of(run._fake_backward(operands, *options, needs[0], needs[2])) == forms_of(told[::2])
 
 
+@pytest.mark.parametrize("recipe", [None, Float8CurrentScaling()], ids=["plain", "quantised"])
+@pytest.mark.parametrize("mode", [contextlib.nullcontext, traced], ids=["eager", "traced"])
+def test_a_bias_gradient_is_summed_in_the_dtype_of_the_bias(mode: Any, recipe: Any) -> None:
+    """Under autocast too: bf16 has 256 and 258, and none between."""
+    layer = Linear(K, N, **FUSED)
+    ddp = wrap(layer)
+    with torch.autocast("cpu", torch.bfloat16), autocast(recipe is not None, recipe=recipe), mode():
+        output = layer(torch.ones(257, K))
+    output.sum().backward()
+    ddp.finish_grad_sync()
+    assert layer.bias.main_grad.eq(257).all()
+
+
 def test_inputs_that_do_not_fit_are_refused_as_in_eager_code() -> None:
     layer = Linear(K, N, **FUSED)
     kept = wrap(layer)
@@ -270,6 +288,19 @@ def test_inputs_that_do_not_fit_are_refused_as_in_eager_code() -> None:
             with mode(), pytest.raises(ValueError, match=error):
                 layer(x)
     del kept
+
+
+@pytest.mark.parametrize("mode", [contextlib.nullcontext, traced], ids=["eager", "traced"])
+def test_beside_a_frozen_slice_the_others_are_fused(mode: Any) -> None:
+    layer: Any = LAYERS["split"]()
+    layer.query_weight.requires_grad_(False)
+    ddp = wrap(layer)
+    with mode():
+        output = layer(inputs(0))
+    output.sum().backward()
+    ddp.finish_grad_sync()
+    assert {record.name: record.num_fused_writes for record in ddp.records}["key_weight"] == 1
+    torch.testing.assert_close(layer.key_weight.main_grad, inputs(0).detach().view(-1, K).sum(0).expand(16, K))
 
 
 def test_a_frozen_weight_that_is_stored_transposed() -> None:

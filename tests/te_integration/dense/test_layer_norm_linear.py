@@ -165,7 +165,7 @@ def test_state_dict_has_transformer_engines_names(normalization: str) -> None:
 
 
 def test_a_split_weight_is_the_whole_one() -> None:
-    split = {"query_": 2, "key_": 3, "value_": 3}
+    split = {"query_": 1, "key_": 3, "value_": 4}
     whole, parts = make("LayerNormLinear"), make("LayerNormLinear", parameters_split=split)
     assert [name for name, _ in parts.named_parameters()][:4] == [
         "layer_norm_weight",
@@ -178,7 +178,12 @@ def test_a_split_weight_is_the_whole_one() -> None:
     rows = torch.cat([parts.query_weight.main_grad, parts.key_weight.main_grad, parts.value_weight.main_grad])
     torch.testing.assert_close(rows, whole.weight.main_grad)
     assert [sum(record.num_fused_writes for record in ddp.records) for ddp in wrapped] == [1, 3]
+    names = "query_bias", "value_weight", "layer_norm_weight"
+    with torch.no_grad():
+        for name in names:
+            parts.get_parameter(name).fill_(7)
     parts.reset_parameters()
+    assert not any(parts.get_parameter(name).eq(7).any() for name in names)
     assert parts.layer_norm_weight.eq(1).all()
 
 

@@ -283,6 +283,18 @@ def test_ranks_cut_their_initial_values_from_one_whole() -> None:
         assert all(equal for _, equal in found), found
 
 
+def marks_of_what_others_have_cut() -> list[str]:
+    layer = Linear(K, F // 2, fuse_wgrad_accumulation=True)
+    ranks = tensor_parallel.ranks_of(dist.group.WORLD, 0)
+    tensor_parallel.exchange_over_ranks(layer, ["column"], ranks, dist.group.WORLD)
+    return [mark for param in copy.deepcopy(layer).parameters() for mark in vars(param)]
+
+
+def test_a_copy_of_what_others_have_cut_has_no_marks() -> None:
+    """Whoever has cut it says what its parameters are: a mark would have their gradients summed once more."""
+    assert simulate(marks_of_what_others_have_cut, 2) == [[], []]
+
+
 def marks_of_a_gated_mlp() -> tuple[Any, ...]:
     mlp: Any = LayerNormMLP(K, F, activation="swiglu", set_parallel_mode=True, tp_group=dist.group.WORLD)
     return slice_of_marks(mlp.fc1_weight, dist.group.WORLD).boxes, mlp.fc2_weight.partition_dim, repr(mlp), type(mlp)

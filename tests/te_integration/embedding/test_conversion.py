@@ -73,6 +73,13 @@ class Scaled(nn.Embedding):
         return 2 * super().forward(tokens)
 
 
+class CallsTorchs(nn.Embedding):
+    __module__ = "transformers.models.new"
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return nn.Embedding.forward(self, tokens)
+
+
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
@@ -81,8 +88,9 @@ class Scaled(nn.Embedding):
         (lambda: ReadsItsWeight(7, 4), "ReadsItsWeight is a subclass of Embedding and may use its weight"),
         (lambda: Scaled(7, 4), "Scaled is a subclass of Embedding and may use its weight"),
         (lambda: WhisperPositionalEmbedding(7, 4), "WhisperPositionalEmbedding is a subclass of Embedding and may use"),
+        (lambda: CallsTorchs(7, 4), "CallsTorchs is a subclass of Embedding and may use its weight"),
     ],
-    ids=["sparse", "by frequency", "reads its weight", "a user's subclass", "transformers' without super()"],
+    ids=["sparse", "by frequency", "reads its weight", "a user's", "transformers' without super()", "calls torch's"],
 )
 def test_what_is_left_to_autograd_is_named(make: Any, reason: str) -> None:
     module = make()

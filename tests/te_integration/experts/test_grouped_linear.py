@@ -447,6 +447,9 @@ def test_an_input_that_is_kept_in_another_dtype_has_no_gradient_in_the_callers_m
     refusal = pytest.raises(ValueError, match="fc1: grad_input with save_original_input needs an input of")
     with refusal, torch.autocast("cpu", dtype=torch.bfloat16):
         module(case.x.float(), case.splits, grad_input=memory)
+    memory = torch.full(case.x.shape, torch.nan)
+    module(case.x, case.splits, grad_input=memory).backward(case.dy)
+    assert torch.equal(memory, case.x.grad)
 
 
 def test_second_derivatives_are_refused() -> None:

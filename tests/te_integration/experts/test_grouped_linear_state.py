@@ -207,6 +207,12 @@ def test_missing_and_unexpected_keys_are_reported_as_ever() -> None:
         make().load_state_dict(make(bias=False, single_grouped_weight=True).state_dict())
     with pytest.raises(RuntimeError, match=r'Unexpected key.*"bias"'):
         make(bias=False, single_grouped_weight=True, single_grouped_bias=True).load_state_dict(make().state_dict())
+    packed = {"single_grouped_weight": True, "single_grouped_bias": True}
+    both = make().state_dict() | make(**packed).state_dict()
+    with pytest.raises(RuntimeError, match=r'Unexpected key\(s\) in state_dict: "weight", "bias"\. $'):
+        make().load_state_dict(both)
+    with pytest.raises(RuntimeError, match=r'Unexpected key\(s\) in state_dict: "weight0", .*"bias2"\. $'):
+        make(**packed).load_state_dict(both)
     assert make().load_state_dict({}, strict=False).missing_keys == [*make().state_dict()]
 
 

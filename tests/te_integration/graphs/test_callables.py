@@ -212,6 +212,19 @@ def test_arguments_by_keyword_and_constants_and_several_results():
         graphed(a, 3.0, negate=True, more=more)
 
 
+@pytest.mark.parametrize("number", range(3))
+def test_each_tensor_among_the_arguments_is_of_its_kind(number):
+    class Sum(nn.Module):
+        def forward(self, x, y, z):
+            return x + y + z
+
+    (graphed,) = make_graphed_callables([Sum()], [(batch(), batch(), batch())])
+    given = [batch(), batch(), batch()]
+    given[number] = torch.ones(1, WIDTH)
+    with pytest.raises(RuntimeError, match=rf"tensor {number} of the arguments must be \(4, 8\).* got \(1, 8\)"):
+        graphed(*given)
+
+
 # ---- Between replays. ----
 
 

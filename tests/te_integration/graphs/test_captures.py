@@ -80,6 +80,38 @@ def test_layers_around_others_are_captured():
         assert torch.equal(graphed(batch(1)), around(batch(1)))
 
 
+def test_a_container_that_passes_on_what_its_layers_delay_is_captured():
+    class Container(nn.Sequential):
+        def need_backward_dw(self):
+            return any(layer.need_backward_dw() for layer in self)
+
+        def backward_dw(self):
+            for layer in self:
+                layer.backward_dw()
+
+    container = Container(linear(delay_wgrad_compute=True))
+    ddp = DistributedDataParallel(nn.ModuleList([container]))
+    (graphed,) = make_graphed_callables([container], [(batch(),)])
+    graphed(batch()).sum().backward()
+    assert graphed.need_backward_dw() and container.need_backward_dw()
+    graphed.backward_dw()
+    ddp.finish_grad_sync()
+    assert not container.need_backward_dw()
+
+
+def test_all_that_is_captured_is_on_one_device_that_has_graphs():
+    layers, on_meta = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, device="meta")], torch.ones(1, device="meta")
+    for modules, given, devices in (
+        (layers, [(batch(),)] * 2, "cpu, meta"),
+        (layers[::-1], [(batch(),)] * 2, "cpu, meta"),
+        ([nn.Identity()], [(batch(), on_meta)], "cpu, meta"),
+        ([nn.Identity()], [(on_meta,)], "meta"),
+        ([nn.Identity()], [(3,)], "none"),
+    ):
+        with pytest.raises(ValueError, match=f"one device, CUDA or CPU: tensors are on {devices}$"):
+            make_graphed_callables(modules, given)
+
+
 def test_a_constant_may_be_nan():
     class Filled(nn.Module):
         def forward(self, x, fill):
@@ -224,6 +256,7 @@ def test_layers_of_a_chunk_may_return_lists():
     torch.manual_seed(0)
     layers = [InAList(), nn.Linear(WIDTH, WIDTH)]
     chunks = graphed_chunks(make_graphed_callables(layers, [(batch(),)] * 2, order=order), schedule)
+    assert torch.equal(chunks[0](batch(2)), layers[1](batch(2).tanh())), "without an executor"
     for parts in (chunks, [layers]):
         losses += ScheduleExecutor(schedule, parts).run([batch(1)], lambda y, microbatch: y.square().sum())
     assert torch.equal(*losses)

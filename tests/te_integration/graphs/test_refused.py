@@ -16,6 +16,7 @@ from maingrad.fsdp import fully_shard
 from maingrad.launch import simulate
 from maingrad.te_integration import (
     GroupedLinear,
+    LayerNormMLP,
     Linear,
     WgradQueue,
     delayed_wgrad,
@@ -79,25 +80,6 @@ def test_wgrad_entries_of_a_chunk_in_which_nothing_delays():
     layers, given = [second, nn.Linear(WIDTH, WIDTH)], [(torch.ones(ROWS, WIDTH),)] * 2
     with pytest.raises(ValueError, match="none of its layers delays"):
         make_graphed_callables(layers, given, order=[1, -1, -1.5], num_layers_per_chunk=[2])
-
-
-def test_a_container_that_passes_on_what_its_layers_delay_is_captured():
-    class Container(nn.Sequential):
-        def need_backward_dw(self):
-            return any(layer.need_backward_dw() for layer in self)
-
-        def backward_dw(self):
-            for layer in self:
-                layer.backward_dw()
-
-    container = Container(linear())
-    ddp = wrapped(container)
-    (graphed,) = make_graphed_callables([container], [(x(),)])
-    graphed(x()).sum().backward()
-    assert graphed.need_backward_dw() and container.need_backward_dw()
-    graphed.backward_dw()
-    ddp.finish_grad_sync()
-    assert not container.need_backward_dw()
 
 
 @pytest.mark.parametrize("ran_before", [False, True])
@@ -190,10 +172,10 @@ def hooked():
     return layer
 
 
-def with_a_hook_on_its_weight():
-    layer = nn.Linear(WIDTH, WIDTH)
-    layer.weight.register_hook(lambda grad: grad * 2)
-    return layer
+def with_a_hook_on_a_weight():
+    layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    layers[1].weight.register_hook(lambda grad: grad * 2)
+    return layers
 
 
 def lazily_provided():
@@ -224,7 +206,7 @@ def with_a_buffer_elsewhere():
     "make, error",
     [
         (hooked, "has hooks on its forward or backward"),
-        (with_a_hook_on_its_weight, r"parameter 'weight' has a hook \(register_hook\)"),
+        (with_a_hook_on_a_weight, r"parameter '1.weight' has a hook \(register_hook\)"),
         (lazily_provided, "parameter 'weight' is sharded"),
         (foreign_consumer, "writes main_grad in its own backward"),
         (compiled, "is compiled"),
@@ -432,24 +414,26 @@ def test_one_forward_is_held_at_a_time():
 
 def test_weights_that_are_not_what_was_captured():
     layer = nn.Linear(WIDTH, WIDTH)
-    (graphed,) = make_graphed_callables([layer], samples(1))
-    kept = layer.weight
-    layer.weight = nn.Parameter(kept.detach().clone())
-    with pytest.raises(RuntimeError, match="it is not as it was captured"):
-        graphed(x())
-    layer.weight = kept
-    kept.data = kept.data.clone()
-    with pytest.raises(RuntimeError, match="it is not as it was captured"):
-        graphed(x())
-    (graphed,) = make_graphed_callables([layer], samples(1))
-    kept.requires_grad_(False)
-    with pytest.raises(RuntimeError, match="it is not as it was captured"):
-        graphed(x())
+    for name in ("weight", "bias"):
+        (graphed,) = make_graphed_callables([layer], samples(1))
+        kept = getattr(layer, name)
+        setattr(layer, name, nn.Parameter(kept.detach().clone()))
+        with pytest.raises(RuntimeError, match="it is not as it was captured"):
+            graphed(x())
+        setattr(layer, name, kept)
+        kept.data = kept.data.clone()
+        with pytest.raises(RuntimeError, match="it is not as it was captured"):
+            graphed(x())
+        (graphed,) = make_graphed_callables([layer], samples(1))
+        kept.requires_grad_(False)
+        with pytest.raises(RuntimeError, match="it is not as it was captured"):
+            graphed(x())
     layer = nn.BatchNorm1d(WIDTH)
-    (graphed,) = make_graphed_callables([layer], samples(1))
-    layer.running_mean = torch.ones(WIDTH)
-    with pytest.raises(RuntimeError, match="it is not as it was captured"):
-        graphed(x())
+    for name in ("running_mean", "running_var"):
+        (graphed,) = make_graphed_callables([layer], samples(1))
+        setattr(layer, name, torch.ones(WIDTH))
+        with pytest.raises(RuntimeError, match="it is not as it was captured"):
+            graphed(x())
 
 
 def test_modules_that_are_not_what_was_captured():
@@ -507,6 +491,16 @@ def test_gradients_that_only_the_layer_can_give():
     with pytest.raises(RuntimeError, match=r"the weight got a hook \(register_hook\) after the capture"):
         graphed(a).sum().backward()
     assert ddp.is_clear
+    options = {"fuse_wgrad_accumulation": True}
+    for layer in (LayerNormMLP(WIDTH, 16, **options), Linear(WIDTH, 16, parameters_split=["q", "k"], **options)):
+        ddp = wrapped(layer)
+        (graphed,) = make_graphed_callables([layer], samples(1))
+        for name in layer.weight_names:
+            handle = layer.get_parameter(name).register_hook(lambda grad: grad)
+            with pytest.raises(RuntimeError, match=r"the weight got a hook \(register_hook\) after the capture"):
+                graphed(a).sum().backward()
+            handle.remove()
+        assert ddp.is_clear
     plain = nn.Linear(WIDTH, WIDTH)
     (graphed,) = make_graphed_callables([plain], samples(1))  # autograd delivers all gradients: every backward works
     (dx,) = torch.autograd.grad(graphed(a).sum(), a)

@@ -192,6 +192,8 @@ WITH_LOGITS: dict[str, Any] = {
     "a truth": lambda z: z[True],
     "dtype and device": lambda z: z.to(torch.float32, copy=True),
     "device by name": lambda z: z.to("cpu"),
+    "device and dtype": lambda z: z.to(z.device, torch.float32),
+    "device, and dtype by name": lambda z: z.to(z.device, dtype=torch.float32),
     "dtype by name": lambda z: z.to(dtype=torch.float32),
     "a number first": lambda z: 1 + 2 * z - z / 4,
     "a number from the left": lambda z: (1 - z) + 2 / (3 + z * z),
@@ -255,6 +257,9 @@ def test_logits_are_computed_once_and_may_be_written() -> None:
     assert torch.equal(z.flatten(0, 1), expected.flatten(0, 1)) and head.num_products == 1
     losses = [F.cross_entropy(logits.reshape(6, 7), torch.arange(6)) for logits in (z, expected)]
     assert torch.equal(*losses)
+    _, z, expected = deferred(6)
+    z[0] = expected[0] = 5.0
+    assert torch.equal(F.cross_entropy(z, torch.arange(6)), F.cross_entropy(expected, torch.arange(6)))
 
 
 PROBABILITIES = torch.linspace(0, 1, 42, dtype=torch.float64).view(6, 7).softmax(-1)

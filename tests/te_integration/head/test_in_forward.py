@@ -363,10 +363,17 @@ def test_graphs_of_layers_refuse_it() -> None:
         make_graphed_callables((head,), ((torch.randn(4, K, requires_grad=True), torch.randint(V, (4,))),))
 
 
-def test_a_recompute_writes_once() -> None:
+def in_a_region(model: Any) -> Tensor:
+    """The loss of batch 0 in a region that computes it again: a later operation of the region keeps its output."""
+    loss: Tensor = checkpoint(lambda *given: model(*given).relu(), *batch(0), use_reentrant=False)
+    return loss
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_recompute_writes_once(nested: bool) -> None:
     plain, model = ddp(Model("recompute")), ddp(Model("in_forward", region=False))
     for wrapped in (plain, model):
-        wrapped(*batch(0)).backward()
+        (in_a_region(wrapped) if nested else wrapped(*batch(0))).backward()
     writes = {record.name: record.num_fused_writes for record in model.records}
     assert writes["head.weight"] == 1
     for one, other in zip(plain.parameters(), model.parameters(), strict=True):

@@ -298,6 +298,32 @@ def test_what_a_program_accumulates_after_a_failed_step_counts(options: str, aba
         torch.testing.assert_close(found[name], own + grad)
 
 
+def of_two_wrappers(fails: bool) -> dict[str, Tensor]:
+    """A stage with two wrappers and a layer outside of them: gradients of a step, behind another that was abandoned."""
+    layers, outside = make_layers()[0], nn.Linear(WIDTH, WIDTH)
+    models = [DistributedDataParallel(layer) for layer in (layers[0], layers[2])]
+    stage = PipelineStage(nn.Sequential(models[0], layers[1], models[1], outside), 0, 1, torch.device("cpu"))
+    schedule = pipelining.ScheduleInterleavedZeroBubble([stage], MICROBATCHES, loss_fn, scale_grads=False)
+    for step, at in ((0, ("backward", 2)), (1, None)) if fails else ((1, None),):
+        layers[1].fail_at(at)
+        x, target = batch(step)
+        with nullcontext() if at is None else pytest.raises((ArithmeticError, RuntimeError)):
+            schedule.step(x, target=target, losses=[])
+        if at is not None:
+            stage.abandon_step()
+            assert all(model.is_clear for model in models)
+    found = {name: param.grad for name, param in outside.named_parameters() if param.grad is not None}
+    for index, model in enumerate(models):
+        model.finish_grad_sync()
+        found |= {f"{index}.{name}": grad for name, grad in reduced_grads(model).items()}
+    return found
+
+
+def test_all_wrappers_of_a_stage_abandon_its_step() -> None:
+    (found,), (expected,) = (simulate(of_two_wrappers, 1, fails) for fails in (True, False))
+    check_equal(found, expected)
+
+
 # ---- Losses that torch refuses. ----
 
 

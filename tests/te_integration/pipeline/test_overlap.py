@@ -146,13 +146,17 @@ def launched_by_then(order: list[float], how: str) -> list[list[int]]:
     config = DistributedDataParallelConfig(overlap_grad_reduce=True, bucket_size=1)
     models: list[nn.Module] = list(chunks)
     if how == "sharded":
-        models = [fully_shard(chunk, placements="zero1", bucket_size=1) for chunk in chunks]
+        wrappers = models = [fully_shard(chunk, placements="zero1", bucket_size=1) for chunk in chunks]
         buckets = [[bucket.grad_bucket for bucket in model.grad_parts.root.buckets] for model in models]
     elif how == "each":
-        models = [DistributedDataParallel(chunk, config) for chunk in chunks]
+        wrappers = models = [DistributedDataParallel(chunk, config) for chunk in chunks]
         buckets = [list(model.buckets) for model in models]
+    elif how == "inside":
+        models = [nn.Sequential(*(DistributedDataParallel(layer, config) for layer in chunk)) for chunk in chunks]
+        buckets = [[bucket for layer in model for bucket in layer.buckets] for model in models]
+        wrappers = [layer for model in models for layer in model]
     else:
-        wrapper = DistributedDataParallel(chunks, config)
+        wrappers = [wrapper := DistributedDataParallel(chunks, config)]
         names = [f"{chunk}." for chunk in range(len(chunks))]
         buckets = [[b for b in wrapper.buckets if b.records[0].name.startswith(name)] for name in names]
     seen: list[list[int]] = []
@@ -165,7 +169,7 @@ def launched_by_then(order: list[float], how: str) -> list[list[int]]:
         x.register_hook(note)
     ScheduleExecutor(parse_order(order), models).run(inputs, loss_fn)
     note()
-    for model in [wrapper] if how == "around" else models:
+    for model in wrappers:
         model.finish_grad_sync()
     return seen
 
@@ -175,9 +179,11 @@ SEQUENCES = {
     # The last backward launches what it completes: before the chunk's step is over, and of the other chunk before that.
     ("undelayed", "around"): (UNDELAYED, [[0, ALL], [ALL, ALL], [ALL, ALL]]),
     ("undelayed", "each"): (UNDELAYED, [[0, ALL], [0, ALL], [ALL, ALL]]),
+    ("undelayed", "inside"): (UNDELAYED, [[0, ALL], [0, ALL], [ALL, ALL]]),
     ("undelayed", "sharded"): (UNDELAYED, [[0, ALL], [0, ALL], [ALL, ALL]]),
     ("lagging", "around"): (LAGGING, [[0, ALL], [0, ALL], [ALL, ALL]]),
     ("lagging", "each"): (LAGGING, [[0, ALL], [0, ALL], [ALL, ALL]]),
+    ("lagging", "inside"): (LAGGING, [[0, ALL], [0, ALL], [ALL, ALL]]),
     ("lagging", "sharded"): (LAGGING, [[0, ALL], [0, ALL], [ALL, ALL]]),
 }
 

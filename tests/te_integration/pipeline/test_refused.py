@@ -90,9 +90,10 @@ def test_chunks_must_match_the_schedule():
         ScheduleExecutor(parse_order([1, -1], num_layers=3), [layers])
     with pytest.raises(ValueError, match="chunk 1 has 2 layers, the schedule says 3"):
         ScheduleExecutor(parse_order([1, -1], num_layers=3), [nn.Sequential(*layers)])
-    for chunk in (lambda x: x, [lambda x: x], 1):
+    for chunk in (lambda x: x, [lambda x: x, layers[0]], [layers[0], lambda x: x], 1):
         with pytest.raises(TypeError, match="chunk 1"):
             ScheduleExecutor(parse_order([1, -1]), [chunk])
+    ScheduleExecutor(parse_order([1, -1], num_layers=3), [layers[0]])  # its layers are its own affair
 
 
 def test_a_chunk_without_layers_passes_its_inputs_on():

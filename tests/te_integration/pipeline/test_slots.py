@@ -137,10 +137,26 @@ def test_a_layer_that_occurs_twice_in_a_list_has_its_first_name():
     assert [record.modules for record in executor.records] == [("0",)] * 3
 
 
+def test_each_layer_of_a_list_is_told_that_a_run_begins():
+    """Graphed chunks begin with microbatch 0 then, wherever in the list they are."""
+
+    class Told(nn.Linear):
+        runs = 0
+
+        def begin_run(self):
+            self.runs += 1
+
+    layers = [Told(WIDTH, WIDTH) for _ in range(3)]
+    executor = ScheduleExecutor(parse_order([1, 1, -1, -1]), [layers])
+    for run in (1, 2):
+        executor.run(batches(2), loss_of)
+        assert [layer.runs for layer in layers] == [run] * 3
+
+
 def test_a_layer_whose_output_is_a_dict_is_in_the_record_of_its_dgrad():
     class Named(nn.Linear):
         def forward(self, x):
-            return {"y": super().forward(x)}
+            return {"first": x.detach(), "y": super().forward(x), "last": x.detach()}
 
     class Unpacking(nn.Module):
         def __init__(self):

@@ -181,6 +181,28 @@ def test_without_a_provider_gradients_are_in_grad() -> None:
     assert all(map(torch.equal, ours, plain))
 
 
+def in_slots(delay_wgrad: bool) -> tuple[list[int], list[torch.Tensor]]:
+    """By stage, how many weight gradients waited for their W slot; and all gradients."""
+    torch.manual_seed(0)
+    layers = [Linear(WIDTH, WIDTH) for _ in range(2)]
+    stages = [
+        PipelineStage(layer, i, 2, torch.device("cpu"), delay_wgrad=delay_wgrad) for i, layer in enumerate(layers)
+    ]
+    for stage in stages:
+        stage.queue.log = []
+    x, target = batch(0, 0, 2)
+    schedule = pipelining.ScheduleInterleavedZeroBubble(stages, 2, loss_fn, scale_grads=False)
+    schedule.step(x, target=target, losses=[])
+    waited = [len(stage.queue.log or ()) for stage in stages]
+    return waited, [param.grad for layer in layers for param in layer.parameters()]
+
+
+def test_a_stage_that_does_not_delay_computes_weight_gradients_in_its_backwards() -> None:
+    ((waited, grads),), ((delayed, expected),) = (simulate(in_slots, 1, delay_wgrad) for delay_wgrad in (False, True))
+    assert (waited, delayed) == ([0, 0], [2, 2])
+    assert all(map(torch.equal, grads, expected))
+
+
 def sums_under_1f1b(stage_class: Any, **options: Any) -> dict[str, torch.Tensor]:
     pipes, alone = dist.group.WORLD, dist.new_subgroups(1)[0]
     (stage,) = make_stages("1F1B", pipes, alone, partial(stage_class, **options), True, overlap_grad_reduce=True)
@@ -343,7 +365,7 @@ def stage_of(module: nn.Module, **options: object) -> None:
 
 
 def test_queues_and_runners_of_others_are_refused() -> None:
-    module = nn.Sequential(nn.Identity(), Linear(WIDTH, WIDTH, delay_wgrad_compute=True))
+    module = nn.Sequential(nn.Identity(), Linear(WIDTH, WIDTH, delay_wgrad_compute=True), nn.Identity())
     for delay in (True, False):  # nobody empties the module's queue where the stage has no W slots either
         with pytest.raises(
             SimulatedRankError, match=r"ValueError: stage 0: '1' \(Linear\) delays .* without delay_wgrad_compute=True"

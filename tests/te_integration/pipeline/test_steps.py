@@ -283,6 +283,23 @@ def first_step(around: bool) -> tuple[list[bool], list[bool], Grads]:
     return tried[:-2], clear[:1], reduced_grads(model)
 
 
+def tried_under_two_wrappers() -> list[bool]:
+    """Whether forwards of a stage's first step, of one microbatch, would reduce: of each wrapper inside the stage."""
+    models = [DistributedDataParallel(Linear(WIDTH, WIDTH)) for _ in range(2)]
+    tried: list[bool] = []
+    for model in models:
+        model.module.register_forward_hook(lambda *_, model=model: tried.append(model.require_backward_grad_sync))
+    stage = PipelineStage(nn.Sequential(*models), 0, 1, torch.device("cpu"), group=dist.new_subgroups(1)[0])
+    x, target = batch(1)
+    pipelining.Schedule1F1B(stage, 1, loss_fn, scale_grads=False).step(x, target=target, losses=[])
+    return tried
+
+
+def test_no_wrapper_of_a_stage_reduces_in_torchs_trial() -> None:
+    (tried,) = simulate(tried_under_two_wrappers, 1)
+    assert len(tried) >= 4 and not any(tried[:-2])
+
+
 @pytest.mark.parametrize("around", [False, True])
 def test_torchs_trial_of_a_module_reduces_nothing(around: bool) -> None:
     x, target = batch(2)

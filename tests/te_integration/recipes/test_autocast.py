@@ -1,5 +1,7 @@
 """``autocast``: blocks, threads, recompute, and what does not go with a recipe."""
 
+import contextlib
+import dataclasses
 import threading
 import warnings
 from typing import Any
@@ -7,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from maingrad.ddp import DistributedDataParallel, DistributedOptimizer, GraphedTrainingStep
 from maingrad.te_integration import (
+    DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
     LayerNormMLP,
@@ -20,8 +24,10 @@ from maingrad.te_integration import (
     autocast,
     make_graphed_callables,
 )
+from maingrad.te_integration.dense.quantized_linear import takes_recipe
+from maingrad.te_integration.recipes import amax_group_now
 
-CURRENT, BLOCK = Float8CurrentScaling(), Float8BlockScaling()
+CURRENT, BLOCK, DELAYED = Float8CurrentScaling(), Float8BlockScaling(), DelayedScaling()
 
 
 def layer_of(**options: Any) -> Linear:
@@ -50,6 +56,37 @@ def test_blocks_nest() -> None:
     assert torch.equal(layer(x), plain)
     assert not torch.equal(plain, current)
     assert not torch.equal(current, block)
+
+
+def test_a_block_has_its_own_amax_group() -> None:
+    """And the block around it has its own again behind it."""
+    outer, inner = object(), object()
+    with autocast(recipe=DELAYED, amax_reduction_group=outer):
+        assert amax_group_now() is outer
+        with autocast(recipe=DELAYED, amax_reduction_group=inner):
+            assert amax_group_now() is inner
+        with autocast(recipe=DELAYED):
+            assert amax_group_now() is None
+        assert amax_group_now() is outer
+    assert amax_group_now() is None
+
+
+@pytest.mark.parametrize("capability", [None, (8, 0), (8, 9), (9, 0), (10, 0)])
+def test_a_gpu_without_a_kernel_is_refused(capability: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fake tensors on a GPU, which this machine need not have. Emulation, and a CPU, need no kernel."""
+    monkeypatch.setattr("maingrad.kernels.quantized.operands.capability_of", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    whole = capability is not None and capability >= (8, 9)
+    has_kernel = {CURRENT: whole, DELAYED: whole, BLOCK: capability == (9, 0), MXFP8BlockScaling(): False}
+    with FakeTensorMode():
+        x = torch.empty(8, 64, dtype=torch.bfloat16, device="cuda")
+        for recipe, expected in has_kernel.items():
+            assert takes_recipe(dataclasses.replace(recipe, emulate=True), x, "layers.3")
+            assert takes_recipe(recipe, torch.empty(8, 64, dtype=torch.bfloat16), "layers.3")
+            name = type(recipe).__name__
+            refusal = pytest.raises(RuntimeError, match=rf"layers.3: {name} on a GPU needs .*{name}\(emulate=True\)")
+            with contextlib.nullcontext() if expected else refusal:
+                assert takes_recipe(recipe, x, "layers.3")
 
 
 def test_a_block_that_raises_ends() -> None:

@@ -7,7 +7,14 @@ import torch
 from torch import Tensor, nn
 
 from maingrad.ddp import DistributedDataParallel
-from maingrad.te_integration import DelayedScaling, LayerNormMLP, Linear, autocast, convert_linears
+from maingrad.te_integration import (
+    DelayedScaling,
+    Float8CurrentScaling,
+    LayerNormMLP,
+    Linear,
+    autocast,
+    convert_linears,
+)
 
 BF16 = torch.bfloat16
 RECIPE = DelayedScaling(amax_history_len=4)
@@ -74,6 +81,17 @@ def test_a_frozen_first_layer_counts_all_microbatches_however_many_they_are() ->
     assert first.fp8_scale[0] == 448 / 8  # of the first microbatch
 
 
+def test_a_frozen_first_layer_counts_in_the_second_backward_of_its_forward() -> None:
+    """Of which the first one trains nothing."""
+    first, second = Linear(16, 16, dtype=BF16).requires_grad_(False), Linear(16, 16, dtype=BF16)
+    model = DistributedDataParallel(nn.Sequential(first, second))
+    loss = run(model, torch.full((2, 16), 8.0, dtype=BF16))
+    torch.autograd.grad(loss, second.bias, retain_graph=True)
+    loss.backward()
+    model.finish_grad_sync()
+    assert first.fp8_scale[0] == 448 / 8
+
+
 def test_gradients_that_train_nothing_leave_nothing_behind() -> None:
     layer = Linear(16, 16, dtype=BF16)
     model, x = DistributedDataParallel(layer), torch.ones(2, 16, dtype=BF16, requires_grad=True)
@@ -109,3 +127,130 @@ def test_one_group_is_that_of_all_modules() -> None:
     model(torch.ones(2, 16, dtype=BF16)).float().sum().backward()
     with pytest.raises(RuntimeError, match=r"several forms of DelayedScaling.*amax_reduction_group=others"):
         model.finish_grad_sync()
+
+
+def test_an_iteration_without_a_recipe_leaves_scales_as_they_are() -> None:
+    """As one that only evaluates, or of which all quantised layers are off. The next one goes on."""
+    found = []
+    for pauses in (False, True):
+        torch.manual_seed(0)
+        layer: Any = Linear(32, 32, dtype=BF16)
+        model, x = DistributedDataParallel(layer), torch.randn(8, 32).to(BF16)
+        for factor in (1, 2, 3):
+            run(model, x * factor).backward()
+            model.finish_grad_sync()
+            model.zero_grad_buffer()
+            if pauses:
+                before = layer.fp8_scale.clone()
+                model(x * 9).float().square().sum().backward()
+                model.finish_grad_sync()
+                model.zero_grad_buffer()
+                assert torch.equal(layer.fp8_scale, before)
+        found.append((layer.fp8_scale, layer.fp8_amax_history))
+    assert all(map(torch.equal, *found))
+
+
+def test_microbatches_of_one_iteration_may_have_other_recipes() -> None:
+    """A weight's copies that one keeps serve none of the others."""
+    torch.manual_seed(0)
+    weight, x = torch.randn(16, 16).to(BF16), torch.randn(8, 16).to(BF16)
+    recipes = RECIPE, Float8CurrentScaling(), None, RECIPE
+
+    def gradient(*chosen: Any) -> Tensor:
+        layer: Any = Linear(16, 16, bias=False, fuse_wgrad_accumulation=True, dtype=BF16)
+        layer.load_state_dict({"weight": weight})
+        model = DistributedDataParallel(layer)
+        for recipe in chosen:
+            with autocast(recipe is not None, recipe=recipe):
+                y = model(x)
+            with model.no_sync():
+                y.float().square().sum().backward()
+        model.finish_grad_sync()
+        return layer.weight.main_grad.clone()
+
+    torch.testing.assert_close(gradient(*recipes), sum(map(gradient, recipes)))
+
+
+def test_amaxes_of_an_iteration_end_with_it() -> None:
+    """Of a frozen layer, too, beside which only modules of others are trained."""
+    layer: Any = Linear(16, 16, dtype=BF16).requires_grad_(False)
+    model = DistributedDataParallel(nn.Sequential(layer, nn.Linear(16, 16, dtype=BF16)))
+    for amax in (8.0, 1.0, 2.0):
+        run(model, torch.full((2, 16), amax, dtype=BF16)).backward()
+        model.finish_grad_sync()
+        model.zero_grad_buffer()
+        assert layer.fp8_amax_history[-1, 0] == amax
+        assert not layer._scaling_use.rows
+
+
+def test_a_frozen_module_without_a_wrapper_has_new_scales_too() -> None:
+    """As the layers beside adapters."""
+    layer: Any = Linear(16, 16, dtype=BF16).requires_grad_(False)
+    x = torch.full((2, 16), 8.0, dtype=BF16, requires_grad=True)
+    run(layer, x).backward()
+    run(layer, x)
+    assert layer.fp8_scale[0] == 448 / 8
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_all_microbatches_count_however_many_they_are(waits: bool) -> None:
+    """Also of a pipeline that fills first, whose forwards wait for their backwards."""
+    layer: Any = Linear(16, 16, dtype=BF16)
+    model, losses = DistributedDataParallel(layer), []
+    with model.no_sync():
+        for number in range(70):
+            losses.append(run(model, torch.full((2, 16), 8.0 if number == 0 else 1.0, dtype=BF16)))
+            if not waits:
+                losses.pop().backward()
+        for loss in losses:
+            loss.backward()
+    model.finish_grad_sync()
+    assert layer.fp8_scale[0] == 448 / 8  # of the first microbatch
+
+
+def test_scales_are_fp32_whatever_dtype_a_program_makes_tensors_in() -> None:
+    """Half precision would round amaxes, and take neither their range nor that of scales."""
+    found = []
+    for default in (torch.float32, BF16):
+        torch.manual_seed(0)
+        layer: Any = Linear(32, 32, dtype=torch.float16)
+        model, x = DistributedDataParallel(layer), torch.randn(8, 32).half()
+        torch.set_default_dtype(default)
+        try:
+            for factor in (1.0, 1.01, 1e-3):
+                run(model, x * factor).backward()
+                model.finish_grad_sync()
+                model.zero_grad_buffer()
+        finally:
+            torch.set_default_dtype(torch.float32)
+        found.append((layer.fp8_scale, layer.fp8_amax_history))
+    for expected, value in zip(*found, strict=True):
+        assert value.dtype is torch.float32
+        assert torch.equal(value, expected)
+
+
+@pytest.mark.parametrize(
+    ("scales", "history"),
+    [
+        ((6,), (4, 6)),  # of a module with two products
+        ((3,), (4, 6)),
+        ((6,), (4, 3)),
+        ((3,), (0, 3)),
+        ((3,), (3,)),
+        ((3,), (4, 1, 3)),
+        ((3,), None),
+        (None, (4, 3)),
+    ],
+)
+@pytest.mark.parametrize("has_run", [False, True])
+def test_a_state_that_does_not_fit_is_refused(scales: Any, history: Any, has_run: bool) -> None:
+    """As a weight of another shape is."""
+    layer: Any = Linear(32, 32, dtype=BF16)
+    if has_run:
+        run(layer, torch.randn(8, 32).to(BF16)).backward()
+    shapes = {name: value.shape for name, value in layer.state_dict().items()}
+    given = {"fp8_scale": scales, "fp8_amax_history": history}
+    state = {name: torch.ones(shape) for name, shape in given.items() if shape is not None}
+    with pytest.raises(RuntimeError, match="fp8_"):
+        layer.load_state_dict({"weight": layer.weight, "bias": layer.bias, **state})
+    assert {name: value.shape for name, value in layer.state_dict().items()} == shapes

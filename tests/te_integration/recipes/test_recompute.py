@@ -6,11 +6,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
+from maingrad.ddp import DistributedDataParallel
 from maingrad.te_integration import (
+    DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
+    LayerNormMLP,
     Linear,
     NVFP4BlockScaling,
     autocast,
@@ -45,7 +48,7 @@ def backward(y: Tensor) -> None:
     y.float().square().sum().backward()
 
 
-@pytest.mark.parametrize("where", ["outside", "between", "inside"])
+@pytest.mark.parametrize("where", ["outside", "around the inner alone", "between", "inside"])
 def test_nested_regions(where: str) -> None:
     def run(layers: list[Linear], x: Tensor, region: Region) -> None:
         def inner(x: Tensor) -> Tensor:
@@ -56,13 +59,15 @@ def test_nested_regions(where: str) -> None:
             return layers[1](x).tanh()
 
         def outer(x: Tensor) -> Tensor:
+            if where == "around the inner alone":
+                return region(inner, x).sin()
             if where != "between":
                 return layers[2](region(inner, x)).tanh()
             with autocast(recipe=ROTATED):
                 x = region(inner, x)
             return layers[2](x).tanh()
 
-        if where == "outside":
+        if where in ("outside", "around the inner alone"):
             with autocast(recipe=CURRENT):
                 y = region(outer, x)
         else:
@@ -95,6 +100,17 @@ def test_a_layer_before_a_block_inside_has_no_recipe() -> None:
     check(run)
 
 
+def test_a_layer_that_had_a_recipe_before() -> None:
+    """It may be computed again without one in a region."""
+
+    def run(layers: list[Linear], x: Tensor, region: Region) -> None:
+        with autocast(recipe=CURRENT):
+            layers[0](x)
+        backward(region(lambda x: layers[1](layers[0](x)).tanh(), x))
+
+    check(run)
+
+
 def test_hooks_of_others_inside() -> None:
     def run(layers: list[Linear], x: Tensor, region: Region) -> None:
         def inside(x: Tensor) -> Tensor:
@@ -107,6 +123,33 @@ def test_hooks_of_others_inside() -> None:
         backward(y)
 
     check(run)
+
+
+@pytest.mark.parametrize("recipe", [CURRENT, DelayedScaling(amax_history_len=3)], ids=["current", "delayed"])
+@pytest.mark.parametrize("shape", [(8, 32), (2, 4, 32), (2, 0, 32), (0, 32)])
+def test_an_mlp_that_recomputes_itself(shape: tuple[int, ...], recipe: Recipe) -> None:
+    """It skips its second product in the recompute, whatever the shape of its input, and has the same bits.
+
+    Without torch's early stop the recompute runs to its end.
+    """
+    found = []
+    for recomputes, stops in ((False, True), (True, True), (True, False)):
+        torch.manual_seed(0)
+        mlp = LayerNormMLP(32, 48, checkpoint=recomputes, fuse_wgrad_accumulation=True, dtype=torch.bfloat16)
+        model, x = DistributedDataParallel(mlp), torch.randn(shape).bfloat16().requires_grad_()
+        outputs = []
+        for _ in range(2):
+            with autocast(recipe=recipe), set_checkpoint_early_stop(stops):
+                outputs.append(model(x))
+            backward(outputs[-1])
+            model.finish_grad_sync()
+            model.zero_grad_buffer()
+            outputs += [param.main_grad.clone() for param in mlp.parameters()]
+        assert outputs[0].shape == shape
+        found.append([*outputs, x.grad, *mlp.buffers()])
+    for once, again, whole in zip(*found, strict=True):
+        assert torch.equal(once, again)
+        assert torch.equal(once, whole)
 
 
 @pytest.mark.in_turn

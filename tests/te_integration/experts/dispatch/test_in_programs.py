@@ -16,8 +16,10 @@ from gloo import run_ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from maingrad.ddp import WORLD_OF_ONE
 from maingrad.launch import simulate
 from maingrad.te_integration import Linear, TokenDispatcher, WgradQueue, delayed_wgrad
+from maingrad.te_integration.experts.dispatch import compiled_dispatch
 
 TOKENS = [5, 0]
 """Of each rank."""
@@ -131,6 +133,34 @@ def test_x_may_need_a_gradient_on_some_ranks_alone() -> None:
     """Probabilities need one on all: the same tensors travel in each rank's backward."""
     for found, expected in zip(simulate(run_unlike, 2, True), simulate(run_unlike, 2, False), strict=True):
         torch.testing.assert_close(found, expected, rtol=0.0, atol=1e-6)
+
+
+def test_the_traced_form_computes_what_the_eager_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run by Python, without a compiler; rows beyond the capacity are dropped."""
+
+    def run(traced: bool) -> list[Tensor | None]:
+        x, ids, probs = make_tokens(0, 6)
+        leaves, order = [x.requires_grad_(), probs.requires_grad_()], []
+
+        def beside(name: str) -> str:
+            order.append(name)
+            return name
+
+        dispatcher = TokenDispatcher(EXPERTS, WORLD_OF_ONE, "capacity", capacity=3)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.compiler, "is_compiling", lambda: traced)
+            patch.setattr(compiled_dispatch, "is_tracing_recomputed", lambda: False)
+            assert dispatcher.runs_in_graph()
+            rows, splits, row_probs, sent = dispatcher.dispatch(x, ids, probs, meanwhile=partial(beside, "shared"))
+            y = dispatcher.combine(torch.tanh(rows) * row_probs[:, None], sent, meanwhile=partial(beside, "half"))
+        y.square().sum().backward()
+        assert order == ["shared", "half"] and sent.meanwhile == "shared"
+        dropped = dispatcher.transport.num_dropped
+        assert dropped > 0
+        return [y.detach(), splits, dropped, *(leaf.grad for leaf in leaves)]
+
+    for one, other in zip(run(True), run(False), strict=True):
+        assert one is not None and other is not None and torch.equal(one, other)
 
 
 @pytest.mark.in_turn

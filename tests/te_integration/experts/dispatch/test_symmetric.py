@@ -179,3 +179,13 @@ def test_the_count_of_dropped_rows_goes_on_in_larger_buffers(monkeypatch: pytest
         assert transport.num_dropped is not None
         dropped.append(int(transport.num_dropped))
     assert dropped == [5, 10, 15]
+
+
+@pytest.mark.parametrize("lacks", [{"HAS_TRITON": False}, {"is_interpreted": lambda: False}], ids=["Triton", "GPUs"])
+def test_what_it_needs_is_said(lacks: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    alone: Any = OneRank()
+    for name, value in {"symmetric_memory": lambda: alone, **lacks}.items():
+        monkeypatch.setattr(symmetric, name, value)
+    transport = symmetric.SymmetricExchange(2, alone, max_rows=4)
+    with pytest.raises(ValueError, match="SymmetricExchange needs Triton and tensors on CUDA; got cpu"):
+        transport.send([torch.ones(4, 2)], torch.tensor([2, 2]))
