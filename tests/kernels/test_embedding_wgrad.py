@@ -119,6 +119,15 @@ def test_an_id_may_end_where_a_chunk_ends() -> None:
     assert torch.equal(main_grad.cpu(), torch.tensor([0.0, 32.0, 16.0])[:, None].expand(3, 4))
 
 
+def test_padding_of_many_chunks_adds_nothing() -> None:
+    """Nor is it written in front of the accumulator, where row -1 would lie."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    memory = torch.full((5, 4), 7.0, device=device)
+    ids = torch.tensor([-1] * 40 + [1] * 3 + [-2] * 20, dtype=torch.int32, device=device)
+    triton(torch.ones(63, 4, device=device), ids, memory[2:], overwrite=False)
+    assert memory[:, 0].tolist() == [7.0, 7.0, 7.0, 10.0, 7.0]
+
+
 @pytest.mark.parametrize("form", ["by columns", "each second column", "one row for all", "each second row"])
 @pytest.mark.parametrize("runs_triton", [True, False], ids=["triton", "as called"])
 def test_gradients_and_ids_of_any_strides(runs_triton: bool, form: str) -> None:

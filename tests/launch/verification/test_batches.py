@@ -145,6 +145,7 @@ def test_copies_have_equal_weights_marks_and_hooks_and_no_gradient() -> None:
         first.weight.zero_()
     second, third = made.make(), made.make()
     assert torch.equal(second.weight, third.weight) and second.weight.any(), "all copies get the first one's weights"
+    assert Program(lambda: model, None, None, 0).make().weight.grad is None, "of a function's model too"
 
 
 # ---- The report. ----

@@ -13,7 +13,7 @@ from maingrad.launch.verification.draws import DrawnMeans, random_state
 X = torch.arange(6.0).view(2, 3)
 
 
-@pytest.mark.sampled(17)
+@pytest.mark.sampled(19)
 @pytest.mark.parametrize(
     ("draw", "mean"),
     [
@@ -34,6 +34,8 @@ X = torch.arange(6.0).view(2, 3)
         (lambda: torch.randint(10, (2,)), torch.full((2,), 5)),
         (lambda: torch.randint(4, 10, (2,)), torch.full((2,), 7)),
         (lambda: torch.randperm(4), torch.arange(4)),
+        (lambda: torch.rand(2, dtype=torch.float64), torch.full((2,), 0.5, dtype=torch.float64)),
+        (lambda: torch.zeros(2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)),
     ],
 )
 def test_means(draw, mean: Tensor) -> None:

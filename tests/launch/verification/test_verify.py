@@ -412,7 +412,7 @@ def backward_before_returning(model: nn.Module, batch: Tensor) -> Tensor:
     return loss
 
 
-@pytest.mark.sampled(15)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
@@ -423,6 +423,7 @@ def backward_before_returning(model: nn.Module, batch: Tensor) -> Tensor:
         ({"loss": None}, ValueError, "where a loss, one number, is needed"),
         ({"step": square}, ValueError, "pass one of them"),
         ({"loss": lambda output, batch: 1.0}, TypeError, "returned a float"),
+        ({"batch": rows(0)}, ValueError, "a batch of 0 rows cannot be divided"),
         ({"batch": rows(1)}, ValueError, "1 rows cannot be divided over 2 ranks"),
         ({"batch": rows(10)}, ValueError, "10 rows cannot be divided over 2 ranks of 2 microbatches"),
         ({"batch": {"n": 3}}, ValueError, "no tensor with rows"),
