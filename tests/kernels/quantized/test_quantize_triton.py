@@ -4,6 +4,8 @@ Triton's interpreter casts to 8 bits by rules of its own: it loses a carry into 
 NaN. There an element must be near; ``tests/te_integration/recipes/test_recipes_gpu.py`` has all bits on a GPU.
 """
 
+import dataclasses
+
 import pytest
 import torch
 from quant_oracle import SPECS, check_copy
@@ -107,6 +109,15 @@ def test_a_recorded_amax_only_grows_and_knows_no_nan(device: str) -> None:
         record_amax(x, expected)
         assert found.item() == expected.item()
     assert expected == 3.0
+
+
+@pytest.mark.parametrize("device", LAUNCHER_DEVICES)
+def test_blocks_of_gradients_may_have_the_wider_range(device: str) -> None:
+    x = torch.randn(2, 5, generator=torch.Generator().manual_seed(0)).bfloat16().to(device)
+    for name in ("block", "block, weights"):
+        spec = dataclasses.replace(SPECS[name], element=Element.E5M2)
+        found, expected = check_copy(quantize_triton(x, spec, None)[0], quantize(x, spec))
+        torch.testing.assert_close(found, expected, rtol=0.5 if device == "cpu" else 0, atol=0)
 
 
 SCALES = (1.0, 2.7, 3.1e-6, torch.finfo(torch.float32).max)
