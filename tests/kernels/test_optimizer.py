@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from triton_devices import LAUNCHER_DEVICES
 
+from maingrad.kernels.optimizer import flat_update
 from maingrad.kernels.optimizer.adamw import AdamUpdate
 from maingrad.kernels.optimizer.eight_bits import dequantize_moment, quantize_moment
 from maingrad.kernels.optimizer.reference import (
@@ -238,8 +239,10 @@ def test_where_torchs_fused_adam_rounds_its_decay_twice() -> None:
 
 
 @pytest.mark.parametrize("device", LAUNCHER_DEVICES)
-@pytest.mark.parametrize("launches", [True, False], ids=["launches", "reference"])
-def test_gradients_may_move_and_are_not_kept(device: str, launches: bool) -> None:
+@pytest.mark.parametrize("form", ["launches", "called on a GPU", "reference"])
+def test_gradients_may_move_and_are_not_kept(device: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = form == "launches"
+    monkeypatch.setattr(flat_update, "runs_on_triton", lambda *_: form != "reference")
     rows = rows_of(torch.float32, torch.bfloat16, "remainder", device)
     expected = copies(rows)
     update: Any = TritonUpdate(rows, "adamw", False, True) if launches else AdamUpdate(rows, grads_move=True)

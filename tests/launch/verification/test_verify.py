@@ -416,8 +416,8 @@ def backward_before_returning(model: nn.Module, batch: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
-        ({"ways": ("zero",)}, ValueError, "'zero' is no way: choose of ddp"),
-        ({"accept": ("dropout",)}, ValueError, "'dropout' is no cause"),
+        ({"ways": ("ddp", "zero")}, ValueError, "'zero' is no way: choose of ddp"),
+        ({"accept": ("sum", "dropout")}, ValueError, "'dropout' is no cause"),
         ({"ranks": 0}, ValueError, "at least 1"),
         ({"num_microbatches": 0}, ValueError, "at least 1, got 2 and 0"),
         ({"loss": None}, ValueError, "where a loss, one number, is needed"),
