@@ -115,6 +115,10 @@ def test_a_dense_weight_gradient_runs_as_the_table_has_measured(gpu: Gpu) -> Non
             kernels.wgrad_accumulate(operand, operand, main_grad, overwrite=overwrite)
             name, given, how = gpu.only()
             assert name == product and how["out"] is main_grad and (overwrite or given[0] is main_grad)
+    gpu.patch.setattr(wgrad, "_kernel_for", lambda *_: config)  # as of a table of the user's
+    for overwrite in (True, False):
+        kernels.wgrad_accumulate(few, few, main_grad, overwrite=overwrite)
+        assert gpu.only()[1][4] is overwrite
 
 
 @pytest.mark.parametrize("other", ["GPU", "dy by columns", "x by columns", "far shape", "without Triton"])
@@ -497,6 +501,9 @@ def test_first_weight_gradients_are_written_straight_into_accumulators(gpu: Gpu)
         grad = on_gpu(rows, columns, dtype=torch.float32)
         scaled.scaled_wgrad_accumulate(quantized(rows, 32, WHOLE), quantized(columns, 32, WHOLE), grad, overwrite=True)
         assert "out" not in gpu.only()[2]
+    as_emulated = [each._replace(spec=replace(WHOLE, emulated=True)) for each in (dy, x)]
+    scaled.scaled_wgrad_accumulate(*as_emulated, main_grad, overwrite=True)
+    assert gpu.only()[0] == "aten.mm.default", "the reference's"
     with pytest.raises(ValueError, match="contracts the last dims"):
         scaled.scaled_wgrad_accumulate(dy, quantized(16, 64, WHOLE), main_grad)
     with pytest.raises(ValueError, match="both rotated or none"):

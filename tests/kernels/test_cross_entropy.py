@@ -249,7 +249,7 @@ def test_a_head_without_tokens() -> None:
     head = Head(torch.zeros(0, 4), torch.zeros(3, 4), None, torch.zeros(0, dtype=torch.int64), LossTerms(), 8)
     losses, lse, memory = head_losses(head)
     assert losses.shape == lse.shape == (0,) and memory.shape == (0, 3) and not head.chunks()
-    found = head_grads(head, torch.zeros(0), lse, needs_bias=True)
+    found = head_grads(head, torch.zeros(0), lse, needs_bias=True, overwrite=True)
     assert found.hidden is not None and found.hidden.shape == (0, 4)
     assert found.bias is not None and found.bias.tolist() == [0.0] * 3
 

@@ -110,13 +110,26 @@ def test_one_id_in_all_places_is_summed_once(length: int) -> None:
 
 
 def test_an_id_may_end_where_a_chunk_ends() -> None:
-    """Chunks of 16 rows: the third one continues no id, and leaves its place among the parts as it was."""
+    """Chunks of 16 rows: the first one's id does not go on, and the last one continues none.
+
+    Their places among the parts are left as they were.
+    """
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    ids = torch.tensor([1] * 32 + [2] * 16, dtype=torch.int32, device=device)
+    ids = torch.tensor([0] * 16 + [1] * 32 + [2] * 16, dtype=torch.int32, device=device)
     main_grad = torch.zeros(3, 4, device=device)
     with nan_filled_memory():
-        triton(torch.ones(48, 4, device=device), ids, main_grad, overwrite=False)
-    assert torch.equal(main_grad.cpu(), torch.tensor([0.0, 32.0, 16.0])[:, None].expand(3, 4))
+        triton(torch.ones(64, 4, device=device), ids, main_grad, overwrite=False)
+    assert torch.equal(main_grad.cpu(), torch.tensor([16.0, 32.0, 16.0])[:, None].expand(3, 4))
+
+
+def test_padding_of_many_chunks_adds_nothing() -> None:
+    """Nor is it written in front of the accumulator, where row -1 would lie."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    memory = torch.full((5, 4), 7.0, device=device)
+    ids = torch.tensor([-1] * 40 + [1] * 3 + [-2] * 20, dtype=torch.int32, device=device)
+    with nan_filled_memory():
+        triton(torch.ones(63, 4, device=device), ids, memory[2:], overwrite=False)
+    assert memory[:, 0].tolist() == [7.0, 7.0, 7.0, 10.0, 7.0]
 
 
 @pytest.mark.parametrize("form", ["by columns", "each second column", "one row for all", "each second row"])

@@ -189,6 +189,23 @@ def test_a_rank_may_be_an_exchange_ahead() -> None:
     assert (plans[1].tensors[0] == 1).all()
 
 
+def test_counts_of_the_next_exchange_leave_those_of_this_one() -> None:
+    """Rank 0 tells them before rank 1 has read this one's."""
+    first, second = exchanges(2)
+    plan, splits = torch.zeros(5, dtype=torch.int32, device=DEVICE), torch.zeros(1, dtype=torch.int64, device=DEVICE)
+
+    def meet_one(exchange: Any, counts: list[int], **phase: bool) -> None:
+        exchange_triton.meet(exchange, torch.tensor(counts, device=DEVICE), plan, splits, 30, 60.0, **phase)
+
+    meet_one(first, [0, 3], wait=False)
+    meet_one(second, [2, 1], wait=False)
+    meet_one(first, [0, 3], arrive=False)
+    assert splits.item() == 2
+    meet_one(first, [0, 9], wait=False)
+    meet_one(second, [2, 1], arrive=False)
+    assert splits.item() == 4
+
+
 @pytest.mark.skipif(DEVICE == "cuda", reason="the error is the device's, for all later tests too")
 def test_a_rank_that_waits_in_vain_ends_with_an_error() -> None:
     first, _ = exchanges(2)

@@ -237,6 +237,32 @@ def test_kernels_have_the_references_codes_of_small_moments_of_equal_ones_and_of
     assert (rows[0].exp_avg_sq[:512] > 0).all() and not rows[0].exp_avg_sq[512:].any()
 
 
+@pytest.mark.parametrize("device", LAUNCHER_DEVICES)
+def test_kernels_have_the_references_bits_where_the_two_moments_have_other_dtypes(device: str) -> None:
+    pytest.importorskip("triton", reason="the launch is Triton's")
+    from maingrad.kernels.optimizer.triton_update import TritonUpdate
+
+    generator = torch.Generator().manual_seed(0)
+    rows = []
+    for index, (first, second) in enumerate(((torch.bfloat16, torch.uint8), (torch.uint8, torch.bfloat16))):
+        moments, scales = list[Tensor](), list[Tensor | None]()
+        for dtype, signed in ((first, True), (second, False)):
+            value = torch.randn(300, generator=generator)
+            value = value if signed else value.square()
+            codes, scale = quantize_moment(value, signed=signed)
+            moments.append(codes.to(device) if dtype is torch.uint8 else value.to(device, dtype))
+            scales.append(scale.to(device) if dtype is torch.uint8 else None)
+        grad, master = (torch.randn(300, generator=generator).to(device) for _ in range(2))
+        step = torch.zeros((), device=device)
+        rows.append(UpdateRow(grad, *moments, step, master, None, None, *scales, first=256 * index, key=7 + index))
+    expected = [UpdateRow(*(each.clone() if isinstance(each, Tensor) else each for each in row)) for row in rows]
+    options = [AdamOptions(1e-3, 0.9, 0.999, 1e-8, 0.1)]
+    TritonUpdate(rows, "adamw", False)(options, None, None)
+    update_reference(expected, options)
+    for row, wanted in zip(rows, expected, strict=True):
+        assert all(torch.equal(*pair) for pair in zip(row, wanted, strict=True) if isinstance(pair[0], Tensor))
+
+
 @pytest.mark.in_turn
 def test_training_with_8_bit_moments_goes_the_way_of_fp32() -> None:
     """A least-squares problem: both reach the same loss, though no step is the same."""

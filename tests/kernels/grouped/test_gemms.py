@@ -11,6 +11,7 @@ from host_syncs import cuda_waits_are_errors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from triton.runtime import interpreter
 from triton_devices import LAUNCHER_DEVICES
 
 from maingrad.kernels import (
@@ -235,6 +236,24 @@ def test_a_frozen_expert_is_left_alone(device: str, config: WgradConfig, form: s
 def test_an_accumulator_of_the_operands_dtype(device: str, config: WgradConfig, overwrite: bool) -> None:
     options = {"overwrite": overwrite, "grad_dtype": torch.float16}
     check_wgrad(SPLITS["uneven"], 24, 40, torch.float16, device, config, **options)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter runs where there is no GPU")
+@pytest.mark.parametrize("form", ["packed", "backwards"])
+def test_gradients_that_the_memory_accelerator_adds(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter lacks the addition: here it is a load and a store."""
+    builder, handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
+    added = []
+
+    def add(self: Any, kind: Any, desc: Any, value: Any, indices: Any) -> None:
+        before = self.create_descriptor_load(desc, indices, None, None)
+        self.create_descriptor_store(desc, handle(before.data + value.data, value.dtype), indices)
+        added.append(kind)
+
+    monkeypatch.setattr(builder, "create_descriptor_reduce", add, raising=False)
+    config = WGRADS["tma, in halves"]._replace(reduce=True)
+    check_wgrad([0, 37, 5], 24, 40, torch.float16, "cpu", config, form)
+    assert added, "an expert without rows is left alone"
 
 
 @pytest.mark.in_turn

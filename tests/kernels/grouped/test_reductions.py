@@ -140,21 +140,25 @@ def test_offsets_above_32_bits_and_of_strided_splits(device: str) -> None:
     assert group_offsets(splits[::2]).tolist() == [0, 2**31 - 1, 2**32 - 2, 2**32 - 1]
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("device", LAUNCHER_DEVICES)
 def test_operands_with_rows_apart_or_columns_apart(device: str) -> None:
     """Where loads of 16 bytes are impossible, threads take other features and sums have another order."""
     splits = [5, 0, 40]
-    dy, scale, bias = operands(splits, 3, 24, torch.float32, device)
+    dy, scale, bias = operands(splits, 3, 140, torch.float32, device)  # of two programs, or two steps of one
     offsets = offsets_of(splits, device)
     db, ds = bias_grad_launched(dy, offsets, scale, torch.float32), scale_grad_launched(dy, bias, offsets)
-    wide = torch.full((48, 40), float("nan"), device=device)
-    wide[:, 7:31] = dy
-    for other in (wide[:, 7:31], dy.t().contiguous().t()):
+    torch.testing.assert_close(db.double(), exact_bias_grad(dy, splits, scale)[0], rtol=1e-5, atol=1e-5)
+    of_row = bias.repeat_interleave(torch.tensor(splits, device=device), 0)
+    torch.testing.assert_close(ds[:45], (dy[:45] * of_row).sum(-1), rtol=1e-5, atol=1e-5)
+    wide = torch.full((48, 160), float("nan"), device=device)
+    wide[:, 7:147] = dy
+    for other in (wide[:, 7:147], dy.t().contiguous().t()):
         torch.testing.assert_close(bias_grad_launched(other, offsets, scale, torch.float32), db)
         torch.testing.assert_close(scale_grad_launched(other, bias.t().contiguous().t(), offsets), ds)
-    wide_bias = torch.full((3, 40), float("nan"), device=device)
-    wide_bias[:, 7:31] = bias
-    torch.testing.assert_close(scale_grad_launched(dy, wide_bias[:, 7:31], offsets), ds)
+    wide_bias = torch.full((3, 160), float("nan"), device=device)
+    wide_bias[:, 7:147] = bias
+    torch.testing.assert_close(scale_grad_launched(dy, wide_bias[:, 7:147], offsets), ds)
     apart = torch.full((96,), float("nan"), device=device)
     apart[::2] = scale
     torch.testing.assert_close(bias_grad_launched(dy, offsets, apart[::2], torch.float32), db)

@@ -26,7 +26,7 @@ from maingrad.kernels.quantized import (
 )
 
 pytest.importorskip("triton", reason="the launchers are Triton's")
-from maingrad.kernels.quantized import products
+from maingrad.kernels.quantized import products, quantize_triton
 from maingrad.kernels.quantized.grouped import rows_of_experts
 from maingrad.kernels.quantized.quantize_triton import quantize_experts_triton, quantize_grouped_triton
 
@@ -125,6 +125,23 @@ def test_few_rows_of_experts_in_blocks(device: str) -> None:
     spec, offsets = SPECS["block"], torch.tensor([0, 5, 5, 137, 140], device=device)
     x = torch.randn(145, 20, generator=torch.Generator().manual_seed(0)).half().to(device)
     x[140:] = NAN
+    with nan_filled_memory():
+        rows, columns = quantize_grouped_triton(x, spec, spec, offsets)
+    check_rows(rows, quantize_grouped(x, spec, offsets))
+    check_rows(columns, quantize_grouped(x, spec, offsets, transposed=True))
+
+
+@pytest.mark.in_turn
+@pytest.mark.parametrize("device", LAUNCHER_DEVICES)
+def test_few_rows_of_experts_with_a_scale_for_each(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The largest number of one lies behind the first columns of a program, and that of another in the last program.
+
+    The padding has a whole tile, which is no whole block of columns.
+    """
+    monkeypatch.setattr(quantize_triton, "_CHUNK", 512)
+    spec, offsets = SPECS["current"], torch.tensor([0, 2, 3], device=device)
+    x = torch.randn(131, 530, generator=torch.Generator().manual_seed(0)).half().to(device)
+    x[1, 300], x[2, 520], x[3:] = 9.0, -20.0, NAN
     with nan_filled_memory():
         rows, columns = quantize_grouped_triton(x, spec, spec, offsets)
     check_rows(rows, quantize_grouped(x, spec, offsets))

@@ -4,6 +4,8 @@ Triton's interpreter casts to 8 bits by rules of its own: it loses a carry into 
 NaN. There an element must be near; ``tests/te_integration/recipes/test_recipes_gpu.py`` has all bits on a GPU.
 """
 
+import dataclasses
+
 import pytest
 import torch
 from quant_oracle import SPECS, check_copy
@@ -13,6 +15,7 @@ from triton_devices import LAUNCHER_DEVICES, nan_filled_memory
 from maingrad.kernels.quantized import Element, Quantized, quantize
 
 pytest.importorskip("triton", reason="the launchers are Triton's")
+from maingrad.kernels.quantized import quantize_triton as quantize_triton_module
 from maingrad.kernels.quantized.quantize import record_amax
 from maingrad.kernels.quantized.quantize_triton import quantize_triton
 
@@ -78,6 +81,43 @@ def test_launches_that_differ_in_one_thing(device: str, name: str) -> None:
         rows, columns = quantize_triton(matrix, SPECS[name], SPECS[name])
         check(rows, matrix, name)
         check(columns, matrix.t(), name)
+
+
+@pytest.mark.parametrize("device", LAUNCHER_DEVICES)
+def test_the_largest_magnitude_is_that_of_the_matrix_alone(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program looks through several tiles; what lies beside and behind the matrix is larger."""
+    spec = SPECS["current"]
+    monkeypatch.setattr(quantize_triton_module, "_PARTIALS", 1)
+    for rows, columns in ((65, 3), (2, 258)):
+        memory = torch.full((rows + 1, columns + 2), 1e4, device=device).bfloat16()
+        x = memory[:rows, :columns].fill_(0.5)
+        x[-1, -1] = -3.0  # in the last tile
+        found, _ = quantize_triton(x, spec, None)
+        check(found, x, "current")
+        x.fill_(1e-37)[:, 0] = 0.0  # no finite scale lifts these to the largest element
+        check(quantize_triton(x, spec, None)[0], x, "current")
+
+
+@pytest.mark.parametrize("device", LAUNCHER_DEVICES)
+def test_a_recorded_amax_only_grows_and_knows_no_nan(device: str) -> None:
+    spec, scale = SPECS["current"], torch.tensor(2.0, device=device)
+    found, expected = torch.zeros(4, device=device)[1], torch.zeros(())
+    for value in (-2.0, 1.0, torch.nan, 3.0):
+        x = torch.full((2, 3), 0.5, device=device).bfloat16()
+        x[1, 2] = value
+        quantize_triton(x, spec, None, scale, found)
+        record_amax(x, expected)
+        assert found.item() == expected.item()
+    assert expected == 3.0
+
+
+@pytest.mark.parametrize("device", LAUNCHER_DEVICES)
+def test_blocks_of_gradients_may_have_the_wider_range(device: str) -> None:
+    x = torch.randn(2, 5, generator=torch.Generator().manual_seed(0)).bfloat16().to(device)
+    for name in ("block", "block, weights"):
+        spec = dataclasses.replace(SPECS[name], element=Element.E5M2)
+        found, expected = check_copy(quantize_triton(x, spec, None)[0], quantize(x, spec))
+        torch.testing.assert_close(found, expected, rtol=0.5 if device == "cpu" else 0, atol=0)
 
 
 SCALES = (1.0, 2.7, 3.1e-6, torch.finfo(torch.float32).max)

@@ -57,10 +57,17 @@ def test_what_a_rank_brings_may_lie_in_memory_of_what_it_gets() -> None:
     def run(rank: int) -> list[Tensor]:
         places = [torch.full((2,), 10.0 * rank + place) for place in range(3)]
         dist.all_gather(places, places[(rank + 1) % 3])
-        return places
+        parts = [torch.full((2,), float(place)) for place in range(3)]
+        mine = parts[2] if rank == 0 else torch.empty(2)
+        dist.scatter(mine, parts if rank == 0 else None)
+        gathered = [torch.full((2,), 10.0 * rank + place) for place in range(3)]
+        dist.gather(gathered[1], gathered if rank == 2 else None, 2)
+        return [*places, mine, *gathered]
 
-    for places in on_ranks(3, run):
-        assert [place.tolist() for place in places] == [[1.0] * 2, [12.0] * 2, [20.0] * 2]
+    for rank, found in enumerate(on_ranks(3, run)):
+        *places, mine, first, second, third = ([*set(place.tolist())] for place in found)
+        assert places == [[1.0], [12.0], [20.0]] and mine == [float(rank)]
+        assert rank < 2 or (first, second, third) == ([1.0], [11.0], [21.0])
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -366,6 +373,24 @@ def test_a_future_of_coalesced_operations_comes_when_all_have_run():
         return seen
 
     assert on_ranks(2, run) == [[1.0, 3.0]] * 2
+
+
+def test_one_handle_of_coalesced_operations_is_done_when_all_of_them_are():
+    def run(asks: bool) -> list[float]:
+        first, second = (torch.full((1,), 10.0 * dist.get_rank() + k) for k in range(2))
+        with dist.distributed_c10d._coalescing_manager(device=torch.device("cpu"), async_ops=True) as manager:
+            for tensor in (first, second):
+                dist.broadcast(tensor, 1, async_op=True)
+        (work,) = manager.works
+        while asks and not work.is_completed():
+            assert not work.is_success()
+        assert asks or work.wait()
+        assert work.is_success()
+        return [float(first), float(second)]
+
+    for seed in range(6):
+        for asks in (False, True):
+            assert simulate(run, 2, asks, seed=seed) == [[10.0, 11.0]] * 2
 
 
 def test_groups_have_descriptions_and_are_found_by_their_ranks():

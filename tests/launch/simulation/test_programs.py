@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from maingrad.ddp.graphs.recorded import RecordedGraph
 from maingrad.ddp.torch_internals.distributed import start_all_gather, start_reduce_scatter
 from maingrad.launch import simulate
 
@@ -80,3 +81,31 @@ def test_random_programs_compute_the_same_as_no_ranks_at_all(program: Any, world
             }[name]
             assert torch.equal(remaining[rank].pop(0), expected), (step, name, rank)
     assert not any(remaining)
+
+
+def test_what_a_recorded_block_communicates_its_replays_communicate() -> None:
+    """As layers in a graph do: they wait where the block has waited, and messages keep their tags."""
+
+    def run() -> list[tuple[float, list[float]]]:
+        rank, graph, found = dist.get_rank(), RecordedGraph(), list[tuple[float, list[float]]]()
+        total, sent, received = torch.full((1,), rank + 1.0), torch.zeros(2, 1), torch.zeros(2, 1)
+        with graph.recording():
+            dist.all_reduce(total, async_op=True).wait()
+            total.add_(1.0)
+            if rank == 0:
+                works = [dist.isend(sent[tag], 1, tag=tag) for tag in (0, 1)]
+                for work in works:
+                    work.wait()
+            else:
+                for tag in (1, 0):
+                    dist.recv(received[tag], 0, tag=tag)
+        for step in (1.0, 2.0):
+            sent.copy_(torch.tensor([[step], [10 * step]]))
+            graph.replay()
+            found.append((float(total), received.flatten().tolist()))
+        return found
+
+    for seed in range(4):
+        first, second = simulate(run, 2, seed=seed)
+        assert first == [(9.0, [0.0, 0.0]), (19.0, [0.0, 0.0])]
+        assert second == [(9.0, [1.0, 10.0]), (19.0, [2.0, 20.0])]

@@ -11,6 +11,7 @@ from maingrad.launch.verification.batches import count_rows, cut, own_copy, part
 from maingrad.launch.verification.comparison import Piece, allowed_between
 from maingrad.launch.verification.findings import Cause, Finding, Verification, WayResult
 from maingrad.launch.verification.program import Program
+from maingrad.te_integration import convert_linears
 
 ROWS = torch.arange(12.0).view(4, 3)
 
@@ -145,6 +146,21 @@ def test_copies_have_equal_weights_marks_and_hooks_and_no_gradient() -> None:
         first.weight.zero_()
     second, third = made.make(), made.make()
     assert torch.equal(second.weight, third.weight) and second.weight.any(), "all copies get the first one's weights"
+    assert Program(lambda: model, None, None, 0).make().weight.grad is None, "of a function's model too"
+
+
+def test_copies_are_plain_and_draw_alike_what_no_state_dict_has() -> None:
+    class Noisy(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(2, 1)
+            self.noise = torch.rand(3)
+
+    made = Program(Noisy, None, None, seed=3)
+    assert torch.equal(made.make().noise, made.make().noise)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    convert_linears(model)
+    assert [type(each) for each in Program(model, None, None, 0).make()] == [nn.Linear, nn.Linear]
+    assert type(model[0]) is not nn.Linear
 
 
 # ---- The report. ----

@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from maingrad.launch.verification.comparison import Piece, allowed_between, norm_of, parts_in
+from maingrad.launch.verification.comparison import Difference, Piece, allowed_between, norm_of, parts_in
+from maingrad.launch.verification.experiments import about, unequal
+from maingrad.launch.verification.findings import Cause
 from maingrad.launch.verification.plain import Plain, mean_of
 
 
@@ -66,6 +68,14 @@ def test_imaginary_parts_are_compared_too() -> None:
     assert off.error == pytest.approx(0.8)
     factors, rest = parts_in(wanted["weight"], [torch.tensor([1 + 0j, 0j]), torch.tensor([0j, 1j])])
     assert factors == pytest.approx([3, 4]) and rest < 1e-6
+
+
+def test_a_finding_has_the_ranks_of_all_that_is_off() -> None:
+    off = [Difference("w", 0.2, True, (2, 0)), Difference("v", 0.5, True, (1,))]
+    finding = about(off, Cause.HOOK, "Why.")
+    assert (finding.parameters, finding.ranks, finding.error) == (("w", "v"), (0, 1, 2), 0.5)
+    one, other = {"a": torch.ones(2), "b": torch.ones(1)}, {"a": torch.zeros(2), "c": torch.ones(1)}
+    assert unequal(one, other) == ["a", "b"] and not unequal(one, {**other, **one})
 
 
 def test_a_part_that_no_rank_holds_is_missing() -> None:

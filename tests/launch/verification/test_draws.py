@@ -9,11 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from maingrad.launch.verification.draws import DrawnMeans, random_state
+from maingrad.launch.verification.program import set_seed
 
 X = torch.arange(6.0).view(2, 3)
 
 
-@pytest.mark.sampled(17)
+@pytest.mark.sampled(19)
 @pytest.mark.parametrize(
     ("draw", "mean"),
     [
@@ -34,11 +35,24 @@ X = torch.arange(6.0).view(2, 3)
         (lambda: torch.randint(10, (2,)), torch.full((2,), 5)),
         (lambda: torch.randint(4, 10, (2,)), torch.full((2,), 7)),
         (lambda: torch.randperm(4), torch.arange(4)),
+        (lambda: torch.rand(2, dtype=torch.float64), torch.full((2,), 0.5, dtype=torch.float64)),
+        (lambda: torch.zeros(2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)),
     ],
 )
 def test_means(draw, mean: Tensor) -> None:
     with DrawnMeans():
         assert torch.allclose(draw(), mean)
+
+
+def test_every_default_generator_is_seeded() -> None:
+    """numpy's takes 32 bits."""
+    drawn = []
+    for seed in (3, 4, 2**32 + 3, 3):
+        set_seed(seed)
+        drawn.append((torch.rand(1).item(), random.random(), np.random.rand()))
+    assert drawn[0] == drawn[3] and drawn[0][2] == drawn[2][2]
+    assert all(one != other for one, other in zip(drawn[0], drawn[1], strict=True))
+    assert drawn[0][:2] != drawn[2][:2]
 
 
 def test_every_default_generator_is_looked_at() -> None:

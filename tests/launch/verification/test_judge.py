@@ -90,7 +90,8 @@ def test_a_gradient_that_is_wrong_on_one_rank() -> None:
         "Rank 1's gradient is a sum of the parts' gradients: in units of 1/2, it contains 2.00 of rank 0's "
         "microbatch 0, 2.00 of rank 1's microbatch 0."
     )
-    _, finding = judged(lambda: [rank(GRADS[1]["weight"] / 2)] * 2)
+    half = rank(GRADS[1]["weight"] / 2)
+    _, finding = judged(lambda: [half._replace(grads=[Piece("frozen here", 0, WEIGHT[0]), *half.grads])] * 2)
     assert finding is not None and finding.ranks == (0, 1)
     assert "it contains 0.00 of rank 0's microbatch 0, 1.00 of rank 1's microbatch 0." in finding.evidence
     _, finding = judged(lambda: [rank(MEAN * torch.nan)])
@@ -143,6 +144,8 @@ def test_what_a_way_raises() -> None:
     known = Finding(cause=Cause.HOOK, evidence="Known.")
     _, finding = judged(own["run"], cause=known)  # type: ignore[arg-type]
     assert finding is not None and finding.evidence.startswith("Ranks call different collectives")
+    own["error"] = KeyError("k")  # type: ignore[assignment]
+    assert judged(own["run"])[1].cause is Cause.LIBRARY  # type: ignore[arg-type, union-attr]
     _, finding = judged(raises(RuntimeError("x" * 900)), cause=known)
     assert finding is not None and finding.cause is Cause.HOOK
     assert finding.evidence == ("Known. RuntimeError: " + "x" * 900)[: len("Known. ") + 600]

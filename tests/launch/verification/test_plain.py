@@ -76,6 +76,9 @@ def test_draws_are_seeded_by_the_part_or_are_their_means() -> None:
     one, again, other = (run_one(drawing, model, ROWS, draw) for draw in (1, 1, 2))
     assert one.is_random and one.loss == again.loss != other.loss
     assert run_one(program(linear(), drawing._step, seed=6), model, ROWS, 0).loss == one.loss, "seed and draw add up"
+    chosen = program(linear(), lambda model, batch: model(batch * torch.multinomial(torch.ones(99), 4)[:, None]).mean())
+    assert run_one(chosen, model, ROWS, 3).loss != run_one(chosen, model, ROWS, 4).loss
+    assert len({run_one(chosen.with_means(), model, ROWS, draw).loss for draw in (3, 4)}) == 1, "what has no mean"
     means = drawing.with_means()
     assert not drawing.means
     half = run_one(means, model, ROWS, 3)

@@ -168,4 +168,4 @@ def test_experts_of_hugging_face_are_shared_out() -> None:
 @pytest.mark.parametrize(("make", "ranks"), [(lambda: nn.Linear(4, 4), 2), (lambda: tiny("mixtral"), 3)])
 def test_ways_with_experts_need_some_that_two_ranks_divide(make: Callable[[], nn.Module], ranks: int) -> None:
     with pytest.raises(ValueError, match="needs experts of Hugging Face, whose number two ranks divide"):
-        verify(make(), torch.zeros(6, 4), ranks=ranks, ways=["zero1_ep_converted"])
+        verify(make(), torch.zeros(6, 4), ranks=ranks, ways=["ddp", "zero1_ep_converted"])
