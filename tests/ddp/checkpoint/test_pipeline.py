@@ -225,6 +225,14 @@ def test_stages_with_the_same_names_are_refused(tmp_path: Path) -> None:
         with pytest.raises(Exception, match=r"several stages have a parameter 'w', .* without pipeline_group"):
             simulate(of_two_stages, 2, do, tmp_path / "saved", ["w", "w"], 1)
 
+    def with_one_in_common() -> None:
+        rank = dist.get_rank()
+        stage = nn.ParameterDict({name: torch.ones(2) for name in (f"a{rank}", "w", f"z{rank}")})
+        save_checkpoint(tmp_path / "saved", stage, pipeline_group=dist.group.WORLD)
+
+    with pytest.raises(Exception, match=r"several stages have a parameter 'w'"):
+        simulate(with_one_in_common, 2)
+
 
 @pytest.mark.parametrize("names", [["first", "last"], ["w", "w"]])
 def test_a_forgotten_pipeline_is_noticed(tmp_path: Path, names: list[str]) -> None:

@@ -219,6 +219,21 @@ def test_state_dicts_of_all_classes() -> None:
         assert_same(ours, expected)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"state": "compact", "param_groups": [{"params": "*.bias", "optimizer": optim.SGD, "lr": 0.1}]}],
+    ids=["full", "compact"],
+)
+def test_a_state_dict_of_several_classes_from_before_the_first_step_begins_anew(options: dict[str, Any]) -> None:
+    ddp, optimizer = build(BF16, {}, options)
+    state = copy.deepcopy(optimizer.state_dict())
+    train(ddp, optimizer, BF16, range(1))
+    expected = weights(ddp)
+    optimizer.load_state_dict(state)
+    train(ddp, optimizer, BF16, range(1))
+    assert_same(weights(ddp), expected)
+
+
 def test_state_of_torchs_muon_is_taken() -> None:
     """Its groups have no ``split``."""
     theirs, ours = ({"params": "3.weight", "optimizer": cls, "ns_steps": 3} for cls in (optim.Muon, Muon))
