@@ -322,6 +322,16 @@ def test_vectors_in_a_group_of_muon_are_refused() -> None:
         build(torch.float32, {}, {"param_groups": [{"params": "0.weight", "optimizer": Muon, "betas": (0.9, 0.9)}]})
 
 
+def test_one_that_does_not_fit_muon_is_found_between_others_that_do() -> None:
+    def refused(between: nn.Module, message: str, **options: Any) -> None:
+        model = nn.Sequential(nn.Linear(4, 8, bias=False), between, nn.Linear(8, 8, bias=False))
+        with pytest.raises(ValueError, match=message):
+            DistributedOptimizer(wrap(model), param_groups=[{"params": "*", "optimizer": Muon, **options}])
+
+    refused(nn.LayerNorm(8, bias=False), r"parameter '1\.weight' has shape \[8\]")
+    refused(nn.Linear(8, 12, bias=False), r"parameter '1\.weight': ", split=[4, 4])
+
+
 def test_matrices_that_shards_cut_are_refused_and_other_parameters_are_not_looked_at() -> None:
     with pytest.raises(ValueError, match=r"Muon updates whole parameters, .*keep_matrices_whole"):
         build(torch.float32, {"use_distributed_optimizer": True})

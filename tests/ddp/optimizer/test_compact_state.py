@@ -359,6 +359,9 @@ class SubclassOfAdamW(torch.optim.AdamW):
     elementwise = True
 
 
+SGD_OF_BIASES: dict[str, Any] = {"params": "*.bias", "optimizer": torch.optim.SGD}
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -381,6 +384,8 @@ class SubclassOfAdamW(torch.optim.AdamW):
             )
         ),
         ({"state": "compact", "maximize": True}, "maximize"),
+        ({"state": "compact", "param_groups": [{**SGD_OF_BIASES, "maximize": True}]}, "maximize"),
+        ({"state": "compact", "param_groups": [SGD_OF_BIASES], "amsgrad": True}, "amsgrad"),
         (
             {"state": "compact", "optimizer_class": torch.optim.Adam, "decoupled_weight_decay": True},
             "take the class AdamW",
@@ -417,6 +422,11 @@ def test_what_compact_state_lacks_is_refused_where_a_group_gets_it_later(
 def test_fp16_parameters_are_refused_and_fp32_ones_are_masters() -> None:
     with pytest.raises(ValueError, match="float16"):
         compact(wrap(make_model().half()))
+    for layer in (0, 2, 4):
+        mixed = make_model()
+        mixed[layer].half()
+        with pytest.raises(ValueError, match=rf"parameter '{layer}\..*' is torch\.float16"):
+            compact(wrap(mixed))
     model = nn.Sequential(nn.Linear(24, 8).to(BF16), nn.Linear(8, 4))
     model.forward = lambda x: model[1](model[0](x).float())  # type: ignore[method-assign]
     optimizer = compact(wrap(model), moment_dtype=torch.float32)
