@@ -355,6 +355,12 @@ def test_compact_state_needs_buckets_of_its_own() -> None:
 
     with pytest.raises(ValueError, match=r'state="compact" is for AdamW.*, not Muon'):
         only_muon()
+    # A matrix of a dtype of its own has a bucket of its own, and may have one that compact state does not know.
+    model = nn.Sequential(nn.Linear(4, 4, bias=False).half(), nn.Linear(4, 4).to(BF16))
+    optimizer = DistributedOptimizer(
+        wrap(model), param_groups=[{"params": "0.weight", "optimizer": Muon}], state="compact"
+    )
+    assert [held.master.dtype for held in optimizer.slices if held.name == "0.weight"] == [torch.float32]
 
 
 @pytest.mark.in_turn

@@ -230,6 +230,11 @@ def test_before_a_replay_masters_follow_what_was_written() -> None:
             param.fill_(0.25)
     optimizer.prepare_replay()
     assert all((held.master == 0.25).all() for held in optimizer.slices)
+    for param in optimizer.model.parameters():
+        param.data.fill_(0.5)  # as a replay does, of which no version tells
+    optimizer.record_written(range(len(optimizer.slices)))
+    optimizer.prepare_replay()
+    assert all((held.master == 0.5).all() for held in optimizer.slices)
     DistributedOptimizer(optimizer.model, **HYPER)
     with pytest.raises(RuntimeError, match="this DistributedOptimizer was replaced"):
         optimizer.prepare_replay()
