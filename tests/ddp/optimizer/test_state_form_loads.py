@@ -3,6 +3,7 @@
 import copy
 import gc
 import weakref
+import re
 from pathlib import Path
 from typing import Any
 
@@ -238,6 +239,18 @@ def test_before_a_replay_masters_follow_what_was_written() -> None:
     DistributedOptimizer(optimizer.model, **HYPER)
     with pytest.raises(RuntimeError, match="this DistributedOptimizer was replaced"):
         optimizer.prepare_replay()
+
+
+def test_a_gradient_that_somebody_puts_in_before_a_replay_is_refused_by_name() -> None:
+    """The replay would not read it."""
+    optimizer = make({})
+    trained(optimizer, range(1))
+    for name, param in optimizer.model.module.named_parameters():
+        param.grad = torch.zeros_like(param)
+        with pytest.raises(RuntimeError, match=rf"has put a gradient into \.grad of parameter '{re.escape(name)}'"):
+            optimizer.prepare_replay()
+        param.grad = None
+    optimizer.prepare_replay()
 
 
 @pytest.mark.parametrize("form", [{}, *COMPACT.values()])
