@@ -2,8 +2,8 @@
 
 import copy
 import gc
-import weakref
 import re
+import weakref
 from pathlib import Path
 from typing import Any
 
