@@ -337,6 +337,26 @@ def test_units_wait_for_backward_in_a_model_without_parameters_of_its_own_too(ow
     assert simulate(on_each_rank, 2) == [(3, 2 if reshards else 0, 0)] * 2
 
 
+def test_a_forward_that_fails_leaves_no_unit_to_a_backward() -> None:
+    """The unit that came last in the forward before stays for the backward, which does not come."""
+
+    def on_each_rank() -> list[bool]:
+        def fail(*_: Any) -> None:
+            raise KeyError
+
+        model: Any = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Identity())
+        for layer in model[:2]:
+            fully_shard(layer)
+        fully_shard(model)
+        model(torch.ones(2, 8)).sum().backward()
+        model[2].register_forward_pre_hook(fail)
+        with pytest.raises(KeyError):
+            model(torch.ones(2, 8))
+        return [unit.gathered for unit in model.units if unit.buckets]
+
+    assert simulate(on_each_rank, 2) == [[False, False]] * 2
+
+
 class Added(nn.Module):
     """Adds rows of a table, in a reentrant checkpoint: the table's unit has no input that requires a gradient."""
 

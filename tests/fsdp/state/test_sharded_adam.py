@@ -160,6 +160,26 @@ def test_a_master_that_a_program_assigns_is_taken() -> None:
     assert torch.equal(param.detach().view(-1), split_master(master)[0])
 
 
+@pytest.mark.parametrize("place", [None, "host"])
+def test_state_that_a_program_removes_begins_anew(place: str | None) -> None:
+    """Of one parameter here: its next update is a first one, and the others go on. So is its master the parameter."""
+    model, other = make(), make()
+    optimizer = ShardedAdamW(model.parameters(), **HYPER, offload_state=place)
+    step(optimizer, 0)
+    del optimizer.state[model[0].weight]
+    with torch.no_grad():
+        for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+            theirs.copy_(mine)
+    assert torch.equal(optimizer.masters()[model[0].weight], model[0].weight.detach().float().view(-1))
+    step(optimizer, 1)
+    fresh = ShardedAdamW(other.parameters(), **HYPER)
+    step(fresh, 1)
+    begun, expected = (each.full_state() for each in (optimizer, fresh))
+    for key, value in expected[other[0].weight].items():
+        assert torch.equal(begun[model[0].weight][key], value), key
+    assert begun[model[1].weight]["step"] == 2
+
+
 def test_a_write_before_a_replay_is_a_master() -> None:
     """A graphed step replays the kernel alone: what ``step`` looks up comes before."""
     model = make()
