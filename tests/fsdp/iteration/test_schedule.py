@@ -455,6 +455,38 @@ def test_units_named_by_the_program_are_gathered_ahead(named: list[int] | None) 
     assert simulate(on_each_rank, 2) == [expected] * 2
 
 
+@pytest.mark.parametrize("how", ["second", "keyword", "in a keyword's list", "in a dict"])
+def test_backward_passes_a_unit_by_any_of_its_inputs(how: str) -> None:
+    """The first one, a mask, requires no gradient."""
+
+    class Masked(Notes):
+        def forward(self, mask: Tensor, x: Any = None, *, xs: Any = None) -> Tensor:
+            return super().forward((xs[0] if xs else x["x"] if isinstance(x, dict) else x) * mask)
+
+    class Stack(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            mask = torch.ones(8)
+            for layer in self:
+                if how == "second":
+                    x = layer(mask, x)
+                elif how == "in a dict":
+                    x = layer(mask, {"x": x})
+                else:
+                    x = layer(mask, x=x) if how == "keyword" else layer(mask, xs=[x])
+            return x
+
+    def on_each_rank() -> list[list[int]]:
+        model: Any = Stack(*[Masked(8, 8) for _ in range(3)])
+        for layer in model:
+            fully_shard(layer)
+            layer.look = lambda: [index for index, unit in enumerate(model.units[1:]) if unit.gathered]
+        fully_shard(model)
+        model(torch.ones(2, 8)).sum().backward()
+        return [layer.in_backward for layer in model]
+
+    assert simulate(on_each_rank, 2) == [[[0], [0, 1], [1, 2]]] * 2
+
+
 def test_units_inside_units_are_gathered_ahead() -> None:
     """Backward is in the units around, and these are gathered: the next one is inside them."""
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
-from maingrad.ddp import WORLD_OF_ONE
+from maingrad.ddp import WORLD_OF_ONE, DistributedDataParallel
 from maingrad.fsdp import MixedPrecisionPolicy, fully_shard
 from maingrad.launch import simulate
 
@@ -35,6 +35,21 @@ def some_kinds(test: Callable[..., None]) -> Callable[..., None]:
     """A matrix of which ``make test`` takes a part."""
     kinds = pytest.mark.parametrize("kind", ["zero3", "hsdp_zero1", "zero1"])
     return pytest.mark.sampled(3)(kinds(test))
+
+
+def test_a_model_whose_wrapper_was_let_go_is_sharded() -> None:
+    """``DistributedDataParallel`` has left a refusal to train on each of its modules."""
+
+    def on_each_rank() -> None:
+        model: Any = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
+        DistributedDataParallel(model)
+        with pytest.raises(RuntimeError, match="the wrapper was let go"):
+            model[1](torch.ones(2, 5))
+        fully_shard(model)
+        model(torch.ones(2, 5)).sum().backward()
+        assert all(param.grad.full_tensor().any() for param in model.parameters())
+
+    simulate(on_each_rank, 2)
 
 
 @every_kind
