@@ -288,6 +288,16 @@ def test_whole_parameters_are_read_and_written(kind: str) -> None:
     loop(kind, body)
 
 
+def test_writes_to_whole_parameters_at_rest_are_lost() -> None:
+    def body(model: Any, twin: Any, iterate: Callable[[int], None]) -> None:
+        with model.unsharded(), torch.no_grad():
+            for param in model.parameters():
+                param.zero_()
+        iterate(0)
+
+    loop("zero1", body)
+
+
 @some_kinds
 @pytest.mark.sampled(1)
 def test_units_unsharded_by_hand_and_inside_each_other(kind: str) -> None:

@@ -213,11 +213,13 @@ def test_sharding_part_of_a_model_after_the_optimizer_was_built() -> None:
     model = Net()
     for block in model.blocks:
         fully_shard(block)
-    optimizer = torch.optim.AdamW(model.parameters())
+    shards, rest = [[*block.parameters()] for block in model.blocks], [*model.stem.parameters()]
+    optimizers = [torch.optim.AdamW(params) for params in (rest + shards[0], shards[0] + rest + shards[1])]
     fully_shard(model)
     step_of(model)
-    with pytest.raises(RuntimeError, match="AdamW was built before fully_shard"):
-        optimizer.step()
+    for optimizer in optimizers:
+        with pytest.raises(RuntimeError, match="AdamW was built before fully_shard"):
+            optimizer.step()
 
 
 @pytest.mark.parametrize("placements", ["zero1", "zero2", "zero3"])
