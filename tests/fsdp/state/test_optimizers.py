@@ -288,12 +288,17 @@ def test_whole_parameters_are_read_and_written(kind: str) -> None:
     loop(kind, body)
 
 
-def test_writes_to_whole_parameters_at_rest_are_lost() -> None:
+def test_whole_parameters_at_rest_follow_shards_and_their_own_writes_are_lost() -> None:
     def body(model: Any, twin: Any, iterate: Callable[[int], None]) -> None:
-        with model.unsharded(), torch.no_grad():
-            for param in model.parameters():
-                param.zero_()
-        iterate(0)
+        for step in range(2):
+            iterate(step)
+            for each in (model, twin):
+                torch.optim.SGD(each.parameters(), lr=0.1).step()
+                each.zero_grad()
+            with model.unsharded(), torch.no_grad():
+                for param, plain in zip(model.parameters(), twin.parameters(), strict=True):
+                    torch.testing.assert_close(param, plain)
+                    param.zero_()
 
     loop("zero1", body)
 

@@ -185,13 +185,13 @@ def test_a_write_before_a_replay_is_a_master() -> None:
     model = make()
     optimizer = ShardedAdamW(model.parameters(), **HYPER)
     step(optimizer, 0)
-    remainder = optimizer.state[model[0].weight]["remainder"]
+    remainder = optimizer.state[model[1].weight]["remainder"]
     assert remainder.any()
     with torch.no_grad():
-        model[0].weight.mul_(0.5)
-    assert optimizer.written_since() == [model[0].weight]
+        model[1].weight.mul_(0.5)
+    assert optimizer.written_since() == [model[1].weight]
     optimizer.prepare_replay()
-    assert not remainder.any() and optimizer.state[model[1].weight]["remainder"].any()
+    assert not remainder.any() and optimizer.state[model[0].weight]["remainder"].any()
 
 
 def test_a_load_lets_go_of_what_it_was_given() -> None:
