@@ -251,6 +251,21 @@ def test_a_step_before_the_last_microbatch_over_a_model_with_a_frozen_unit() -> 
         optimizer.step()
 
 
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_a_step_beside_a_gradient_that_was_put_into_a_whole_parameter(name: str) -> None:
+    wholes: list[nn.Parameter] = []
+    model: Any = fully_shard(nn.Linear(5, 5))
+    handle = model.register_forward_pre_hook(lambda module, _: wholes.append(getattr(module, name)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 5)).sum().backward()
+    handle.remove()
+    wholes[0].grad = torch.ones(wholes[0].shape)
+    with pytest.raises(RuntimeError, match=r"AdamW.step\(\): gradients of '.*' are not reduced yet"):
+        optimizer.step()
+    wholes[0].grad = None
+    optimizer.step()
+
+
 @on_ranks(2)
 def test_optimizers_that_look_across_elements() -> None:
     model = nn.Sequential(nn.Linear(5, 16, bias=False))
@@ -442,6 +457,7 @@ def test_policies_that_cannot_be() -> None:
             MixedPrecisionPolicy(**{name: torch.int8})
     with pytest.raises(ValueError, match=r"reduce_dtype torch.float32 is wider than grad_dtype torch.bfloat16"):
         MixedPrecisionPolicy(grad_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    assert MixedPrecisionPolicy(reduce_dtype=torch.float32).wire_dtype is None, "as wide, and the same"
 
 
 # ---- Afterwards. ----
