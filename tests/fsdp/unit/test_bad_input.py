@@ -251,6 +251,21 @@ def test_a_step_before_the_last_microbatch_over_a_model_with_a_frozen_unit() -> 
         optimizer.step()
 
 
+@pytest.mark.parametrize("used", range(3))
+def test_a_step_before_the_last_microbatch_of_one_unit(used: int) -> None:
+    class OneOf(nn.ModuleList):
+        def forward(self, x: Tensor) -> Tensor:
+            return self[used](x)  # type: ignore[no-any-return]
+
+    model: Any = OneOf([Block(), Block(), Block()])
+    shard_blocks(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with model.no_sync():
+        model(torch.ones(2, 7)).sum().backward()
+    with pytest.raises(RuntimeError, match=rf"gradients of '{used}.* are not reduced yet"):
+        optimizer.step()
+
+
 @pytest.mark.parametrize("name", ["weight", "bias"])
 def test_a_step_beside_a_gradient_that_was_put_into_a_whole_parameter(name: str) -> None:
     wholes: list[nn.Parameter] = []
