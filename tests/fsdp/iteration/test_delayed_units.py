@@ -376,6 +376,23 @@ def test_24_a_queue_that_is_drained_leaves_the_units_name_until_the_step() -> No
     simulate(on_each_rank, 2)
 
 
+def test_24_a_step_over_two_models_ends_the_delays_of_both() -> None:
+    def on_each_rank() -> None:
+        models, queue = two_models("zero3"), WgradQueue()
+        optimizer = torch.optim.SGD([param for model in models for param in model.parameters()], lr=0.1)
+        first, second = batches_of(dist.get_rank(), 2)
+        for model in models:
+            with delayed_wgrad(queue):
+                loss = mean_loss(model(first))
+            loss.backward()
+            queue.drain()
+        optimizer.step()
+        for model in models:
+            model(second)
+
+    simulate(on_each_rank, 2)
+
+
 class OnOneRank(nn.Module):
     """A module with delayed weight gradients, which only the first rank uses."""
 
