@@ -93,6 +93,7 @@ def trains(schedule: Schedule) -> None:
     for step in range(2):
         assert schedule.parts.is_clear
         schedule.run(step)
+        assert schedule.sent[-2] == [False, False], "the other part is open"
         schedule.check(step)
 
 
@@ -107,6 +108,7 @@ def ends_alone(schedule: Schedule) -> None:
 def sums(schedule: Schedule) -> None:
     with schedule.parts.no_sync():
         schedule.run(0)
+    assert schedule.sent == [[False, False]] * 2
     assert not schedule.parts.is_clear
     schedule.run(1)
     schedule.check(0, 1)
