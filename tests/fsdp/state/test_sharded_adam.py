@@ -261,6 +261,31 @@ def test_state_of_a_model_that_is_frozen_meanwhile_is_saved(tmp_path: Path) -> N
         assert loaded.state[theirs]["exp_avg"].any()
 
 
+def test_compact_state_of_frozen_parameters_is_saved_and_none_is_made(tmp_path: Path) -> None:
+    """One is frozen after a step, and has a master; the other was never trained, and is its own."""
+    model, other = make(), make()
+    optimizers = []
+    for seed, each in enumerate((model, other)):
+        each[1].weight.requires_grad_(False)
+        optimizers.append(ShardedAdamW(each.parameters(), **HYPER))
+        for param in (each[0].weight, each[0].bias, each[1].bias):
+            param.grad = torch.randn(param.shape, generator=torch.Generator().manual_seed(seed))
+        optimizers[-1].step()
+        each[0].weight.requires_grad_(False)
+    save_checkpoint(tmp_path / "c", model, optimizers[0])
+    load_checkpoint(tmp_path / "c", other, optimizers[1])
+    expected, found = (each.masters() for each in optimizers)
+    assert torch.equal(found[other[0].weight], expected[model[0].weight])
+    assert not torch.equal(expected[model[0].weight], model[0].weight.detach().float().view(-1))
+    assert other[1].weight not in optimizers[1].full_state()
+    fresh = make()
+    fresh[1].weight.requires_grad_(False)
+    begun = ShardedAdamW(fresh.parameters(), **HYPER)
+    load_checkpoint(tmp_path / "c", fresh, begun)
+    for mine, theirs in zip(model.parameters(), fresh.parameters(), strict=True):
+        assert torch.equal(begun.masters()[theirs], expected[mine])
+
+
 def rounded_on_ranks(moment_dtype: torch.dtype | None) -> list[Tensor]:
     """Whole masters and moments after steps with gradients that are alike whole, however they are cut."""
     torch.manual_seed(0)
