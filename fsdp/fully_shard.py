@@ -15,7 +15,6 @@ from ..ddp.contract.module import record_shard
 from ..ddp.plan.model_slice import model_slice_of
 from ..ddp.plan.owned_params import take_marks
 from ..ddp.plan.tensor_parallel.localize import ranks_told
-from ..ddp.wrapper.attachment import allow_training
 from .module import make_unit
 from .state.optimizer_watch import mark_replaced, watch_steps
 from .state.state_dict import install_state_dict_hooks
@@ -140,8 +139,6 @@ def _plan(parts: UnitParts, init_fn: Callable[[nn.Module], None] | None) -> Unit
     overwritten = options.init_sync and not grid.is_first
     materialize(parts.modules, parts.device, init_fn, parts.ignored, overwritten=overwritten)
     owned = [entry.read_again() for entry in parts.owned]  # a parameter on the meta device is another one now
-    for entry in owned:
-        allow_training(owner for owner, _ in entry.owners)
     degree = shard_degree(options.placements, grid.inner_size, grid.outer_size)
     plans = list(plan_unit(owned, options.policy, degree, options.shard_atoms, options.bucket_size, parts.groups))
     return parts._replace(owned=owned, plans=plans)

@@ -35,7 +35,7 @@ SLIPS: dict[str, tuple[Callable[[Any], object], str]] = {
         "config is a maingrad.ddp.DistributedDataParallelConfig, got dict",
     ),
     "a field with a typo": (
-        lambda m: DistributedDataParallelConfig(overlap_grad_reduction=True),  # type: ignore[call-arg]
+        lambda m: DistributedDataParallelConfig(bucket_size=1, overlap_grad_reduction=True),  # type: ignore[call-arg]
         "DistributedDataParallelConfig has no argument 'overlap_grad_reduction': it has overlap_grad_reduce$",
     ),
     "Megatron's field": (
@@ -126,6 +126,8 @@ def test_the_least_values_are_taken() -> None:
     DistributedDataParallelConfig(num_buckets=1, shard_atom=1, num_distributed_optimizer_instances=1)
     DistributedDataParallelConfig(**SHARDS, keep_params_whole=True, shard_atom=1)
     DistributedDataParallelConfig(average_in_collective=False, calculate_per_token_loss=True)
+    DistributedDataParallelConfig(average_in_collective=True)
+    DistributedDataParallelConfig(find_unused_parameters=True, overlap_grad_reduce=True)
 
 
 def test_megatron_is_told_who_sums_over_other_ranks() -> None:

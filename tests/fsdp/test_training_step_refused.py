@@ -80,6 +80,32 @@ def test_a_capture_that_fails(extra: Callable[[Job], Any], error: type[Exception
     simulate(program, 2)
 
 
+def test_a_capture_that_fails_leaves_nothing_beside_the_model_either() -> None:
+    """Neither gradients of other parameters of the optimizer, nor what a loss scaler has told it for its step."""
+    scale = nn.Parameter(torch.ones(()))
+
+    class Scaled(Job):
+        def train_step(self, x: Tensor) -> Tensor:
+            scale.square().backward()
+            return super().train_step(x)
+
+    def fail(job: Job) -> None:
+        if capturing():
+            job.optimizer.grad_scale, job.optimizer.found_inf = torch.ones(()), torch.ones(())  # type: ignore[attr-defined]
+            raise KeyError
+
+    job = Scaled(fail)
+    job.optimizer.add_param_group({"params": [scale]})
+    x = job.warm()
+    with pytest.raises(KeyError):
+        job.graphed(x)
+    assert scale.grad is None
+    assert not {"grad_scale", "found_inf"} & vars(job.optimizer).keys()
+    job.extra, before = lambda job: None, scale.detach().clone()
+    job.graphed(x)
+    assert job.graphed.num_graphs == 1 and scale.detach() < before
+
+
 def test_kinds_of_calls_beyond_the_number_of_graphs_are_refused() -> None:
     job = Job()
     for rows in range(1, 9):

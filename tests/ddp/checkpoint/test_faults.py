@@ -737,7 +737,7 @@ def test_a_module_around_sharded_ones_is_refused_by_name(tmp_path: Path) -> None
     """What a rank holds of them would be saved as all."""
 
     def refuse() -> None:
-        around = nn.Sequential(nn.Tanh(), fully_shard(nn.Linear(3, 2)))
+        around = nn.Sequential(nn.Tanh(), fully_shard(nn.Linear(3, 2)), nn.Tanh())
         for call in (save_checkpoint, load_checkpoint):
             with pytest.raises(ValueError, match="module '1' is sharded, and the model around it is not"):
                 call(tmp_path / "c", around)

@@ -13,6 +13,7 @@ from maingrad.ddp import load_checkpoint, save_checkpoint
 from maingrad.ddp.checkpoint.files.folder import (
     Staging,
     belongs_to_checkpoint,
+    is_being_deleted,
     is_complete,
     is_left_to_delete,
     remove,
@@ -137,9 +138,16 @@ def test_a_link_to_an_empty_folder_a_link_to_nothing_and_a_file_are_kept(tmp_pat
     (tmp_path / "left/maingrad.json").rename(tmp_path / "left/maingrad.saving")
     (tmp_path / "f").symlink_to(tmp_path / "left")
     assert is_left_to_delete(tmp_path / "left") and not is_left_to_delete(tmp_path / "f")
+    assert not is_left_to_delete(tmp_path / "empty") and is_being_deleted(tmp_path / "empty")
+    assert is_being_deleted(tmp_path / "left") and not is_being_deleted(tmp_path / "f")
     remove(tmp_path / "left")
     (tmp_path / "f").unlink()
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["c.incomplete", "d", "e", "empty"]
+    saved(tmp_path / "g", 1)
+    (tmp_path / "g" / "rank-00007.safetensors").mkdir()
+    with pytest.raises(FileExistsError, match="is not just a checkpoint: delete it by hand"):
+        remove(tmp_path / "g")
+    assert is_complete(tmp_path / "g") and not is_being_deleted(tmp_path / "g")
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["c.incomplete", "d", "e", "empty", "g"]
 
 
 def test_a_deletion_that_does_not_end_leaves_what_is_known_as_that(tmp_path: Path, monkeypatch) -> None:

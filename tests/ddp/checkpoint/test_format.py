@@ -291,6 +291,13 @@ def test_other_programs_see_the_dtypes_that_the_format_has(tmp_path: Path) -> No
     }
 
 
+def test_the_manifests_checksum_is_that_of_the_files_of_before(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "c", nn.Linear(3, 2))
+    content = json.loads((tmp_path / "c" / "maingrad.json").read_text())
+    written = content.pop("checksum")
+    assert written == zlib.crc32(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
+
+
 def test_readers_may_view_the_bytes_of_an_entry_in_place(tmp_path: Path) -> None:
     """Whatever its neighbours' dtypes are: mapped into memory, it lies at a multiple of its element's size."""
     save_checkpoint(tmp_path / "c", of_every_dtype([1, 3, 5]))

@@ -16,27 +16,31 @@ from maingrad.launch import simulate
 
 
 class Remembers(nn.Linear):
-    """Keeps its last inputs, in rows, as many as it was told."""
+    """Keeps its last inputs, in rows, as many as it was told, and their mean."""
 
     def __init__(self, rows: int = 0, value: float = 0.0, width: int = 2) -> None:
         super().__init__(width, width)
         self.began_anew = False
         if rows:
             self.register_buffer("seen", torch.full((rows, width), value))
+            self.register_buffer("mean", torch.full((), value))
 
     def on_demand_buffers(self) -> tuple[str, ...]:
-        return ("seen",)
+        return ("seen", "mean")
 
     def fits_stored(self, shapes: Mapping[str, tuple[int, ...]]) -> bool:
         return tuple(shapes.get("seen", ()))[1:] == (self.in_features,)
 
     def adopt_stored(self, stored: Mapping[str, Tensor]) -> None:
         self.began_anew = not stored
-        if stored:
-            self.register_buffer("seen", stored["seen"].clone())
+        for name, value in stored.items():
+            self.register_buffer(name, value.clone())
 
     def contents(self) -> list[float]:
-        return [] if not hasattr(self, "seen") else self.seen[:, 0].tolist()
+        if not hasattr(self, "seen"):
+            return []
+        assert self.mean == self.seen.mean()
+        return self.seen[:, 0].tolist()
 
 
 def model_of(*parts: Remembers) -> nn.Module:

@@ -94,7 +94,8 @@ def test_the_first_rank_says_what_the_options_are(tmp_path: Path) -> None:
     assert optimizer is not None and optimizer.groups[0]["lr"] == 0.5
 
 
-def test_state_of_another_shape_is_made_anew(tmp_path: Path) -> None:
+@pytest.mark.parametrize("placeholder", [torch.sum, torch.Tensor.half])
+def test_state_of_another_shape_or_dtype_is_made_anew(tmp_path: Path, placeholder: Any) -> None:
     """An optimizer may hold a placeholder until its first step."""
     model, optimizer = sharded(lr=0.25)
     for param in model.parameters():
@@ -103,7 +104,7 @@ def test_state_of_another_shape_is_made_anew(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "c", model, optimizer)
     other, its = sharded(lr=0.25)
     for param in other.parameters():
-        its.state[param]["exp_avg"] = torch.zeros(())
+        its.state[param]["exp_avg"] = placeholder(param.detach())
     load_checkpoint(tmp_path / "c", other, its)
     for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(optimizer.state[mine]["exp_avg"], its.state[theirs]["exp_avg"])

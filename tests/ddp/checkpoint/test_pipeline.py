@@ -225,6 +225,14 @@ def test_stages_with_the_same_names_are_refused(tmp_path: Path) -> None:
         with pytest.raises(Exception, match=r"several stages have a parameter 'w', .* without pipeline_group"):
             simulate(of_two_stages, 2, do, tmp_path / "saved", ["w", "w"], 1)
 
+    def with_one_in_common() -> None:
+        rank = dist.get_rank()
+        stage = nn.ParameterDict({name: torch.ones(2) for name in (f"a{rank}", "w", f"z{rank}")})
+        save_checkpoint(tmp_path / "saved", stage, pipeline_group=dist.group.WORLD)
+
+    with pytest.raises(Exception, match=r"several stages have a parameter 'w'"):
+        simulate(with_one_in_common, 2)
+
 
 @pytest.mark.parametrize("names", [["first", "last"], ["w", "w"]])
 def test_a_forgotten_pipeline_is_noticed(tmp_path: Path, names: list[str]) -> None:
@@ -260,7 +268,10 @@ def test_what_is_frozen_may_be_a_copy(tmp_path: Path) -> None:
 
 
 class Ends(nn.Module):
-    """A stage with a shared embedding, and on the last one the head that it is too; ``order`` of their registration."""
+    """A stage with a shared embedding, and on the last one the head that it is too; ``order`` of their registration.
+
+    Before and behind them is a frozen weight, which has other names too.
+    """
 
     def __init__(self, order: str, seed: int = 5) -> None:
         super().__init__()
@@ -268,7 +279,10 @@ class Ends(nn.Module):
         made = {"word": nn.Embedding(3, 4), "head": nn.Linear(4, 3, bias=False)}
         made["head"].weight = made["word"].weight
         made["word"].weight.shared_embedding = True
-        for name in order.split():
+        made |= {name: nn.Linear(2, 2, bias=False) for name in ("frozen", "again", "later")}
+        for name in ("frozen", "again", "later"):
+            made[name].weight = made["frozen"].weight.requires_grad_(False)
+        for name in ("frozen", "again", *order.split(), "later"):
             self.add_module(name, made[name])
 
     def forward(self, x: Tensor) -> Tensor:

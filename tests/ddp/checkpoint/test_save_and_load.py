@@ -303,10 +303,10 @@ def test_a_group_without_parameters_takes_nothing_of_a_group_that_has_some(tmp_p
         ]
         return model, torch.optim.SGD(groups)
 
-    save_checkpoint(tmp_path / "c", *make(0.25, 0.5, first=0))
-    model, optimizer = make(1.0, 2.0, first=1)
+    save_checkpoint(tmp_path / "c", *make(0.25, 0.5, 0.75, 0.875, first=0))
+    model, optimizer = make(1.0, 2.0, 3.0, 4.0, first=3)
     load_checkpoint(tmp_path / "c", model, optimizer)
-    assert [group["lr"] for group in optimizer.param_groups] == [1.0, 0.25]
+    assert [group["lr"] for group in optimizer.param_groups] == [1.0, 0.5, 0.75, 0.25]
 
 
 def test_options_that_are_words_come_back(tmp_path: Path) -> None:
@@ -388,11 +388,11 @@ def test_a_learning_rate_of_numpy_is_a_number(tmp_path: Path) -> None:
 
 
 class WithNothing(nn.Linear):
-    """A parameter has no element: models without an optional part keep its name so."""
+    """Two parameters have no element: models without an optional part keep its names so."""
 
     def __init__(self) -> None:
         super().__init__(4, 3)
-        self.nothing = nn.Parameter(torch.empty(0, 4))
+        self.nothing, self.neither = nn.Parameter(torch.empty(0, 4)), nn.Parameter(torch.empty(2, 0))
 
 
 @pytest.mark.parametrize("ranks", [0, 2])

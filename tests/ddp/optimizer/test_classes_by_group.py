@@ -219,6 +219,21 @@ def test_state_dicts_of_all_classes() -> None:
         assert_same(ours, expected)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"state": "compact", "param_groups": [{"params": "*.bias", "optimizer": optim.SGD, "lr": 0.1}]}],
+    ids=["full", "compact"],
+)
+def test_a_state_dict_of_several_classes_from_before_the_first_step_begins_anew(options: dict[str, Any]) -> None:
+    ddp, optimizer = build(BF16, {}, options)
+    state = copy.deepcopy(optimizer.state_dict())
+    train(ddp, optimizer, BF16, range(1))
+    expected = weights(ddp)
+    optimizer.load_state_dict(state)
+    train(ddp, optimizer, BF16, range(1))
+    assert_same(weights(ddp), expected)
+
+
 def test_state_of_torchs_muon_is_taken() -> None:
     """Its groups have no ``split``."""
     theirs, ours = ({"params": "3.weight", "optimizer": cls, "ns_steps": 3} for cls in (optim.Muon, Muon))
@@ -307,6 +322,16 @@ def test_vectors_in_a_group_of_muon_are_refused() -> None:
         build(torch.float32, {}, {"param_groups": [{"params": "0.weight", "optimizer": Muon, "betas": (0.9, 0.9)}]})
 
 
+def test_one_that_does_not_fit_muon_is_found_between_others_that_do() -> None:
+    def refused(between: nn.Module, message: str, **options: Any) -> None:
+        model = nn.Sequential(nn.Linear(4, 8, bias=False), between, nn.Linear(8, 8, bias=False))
+        with pytest.raises(ValueError, match=message):
+            DistributedOptimizer(wrap(model), param_groups=[{"params": "*", "optimizer": Muon, **options}])
+
+    refused(nn.LayerNorm(8, bias=False), r"parameter '1\.weight' has shape \[8\]")
+    refused(nn.Linear(8, 12, bias=False), r"parameter '1\.weight': ", split=[4, 4])
+
+
 def test_matrices_that_shards_cut_are_refused_and_other_parameters_are_not_looked_at() -> None:
     with pytest.raises(ValueError, match=r"Muon updates whole parameters, .*keep_matrices_whole"):
         build(torch.float32, {"use_distributed_optimizer": True})
@@ -330,6 +355,12 @@ def test_compact_state_needs_buckets_of_its_own() -> None:
 
     with pytest.raises(ValueError, match=r'state="compact" is for AdamW.*, not Muon'):
         only_muon()
+    # A matrix of a dtype of its own has a bucket of its own, and may have one that compact state does not know.
+    model = nn.Sequential(nn.Linear(4, 4, bias=False).half(), nn.Linear(4, 4).to(BF16))
+    optimizer = DistributedOptimizer(
+        wrap(model), param_groups=[{"params": "0.weight", "optimizer": Muon}], state="compact"
+    )
+    assert [held.master.dtype for held in optimizer.slices if held.name == "0.weight"] == [torch.float32]
 
 
 @pytest.mark.in_turn

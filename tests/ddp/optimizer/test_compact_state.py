@@ -201,17 +201,20 @@ def test_a_step_that_is_skipped_changes_nothing() -> None:
 
 
 def test_a_tensor_of_param_groups_that_a_program_writes_is_its_own_master() -> None:
+    """And the others keep their remainders."""
     ddp = wrap(make_model())
-    optimizer = compact(ddp)
+    optimizer = compact(ddp, param_groups=[{"params": "*.weight"}])
     backward(ddp, 0)
     optimizer.step()
     optimizer.zero_grad()
-    assert any((part.master != part.param.float()).any() for part in optimizer.full_slices())
+    before = masters_of(optimizer)
+    assert all((part.master != part.param.float()).any() for part in optimizer.full_slices())
     with torch.no_grad():
         for master in optimizer.param_groups[0]["params"]:
             master.mul_(2.0)
     optimizer.mark_loaded()
-    assert all(torch.equal(part.master, part.param.float()) for part in optimizer.full_slices())
+    for part in optimizer.full_slices():
+        assert torch.equal(part.master, part.param.float() if part.group == 0 else before[part.name])
 
 
 def test_masters_that_are_loaded_after_the_weights_keep_all_bits_in_the_next_step() -> None:
@@ -356,6 +359,9 @@ class SubclassOfAdamW(torch.optim.AdamW):
     elementwise = True
 
 
+SGD_OF_BIASES: dict[str, Any] = {"params": "*.bias", "optimizer": torch.optim.SGD}
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -378,6 +384,8 @@ class SubclassOfAdamW(torch.optim.AdamW):
             )
         ),
         ({"state": "compact", "maximize": True}, "maximize"),
+        ({"state": "compact", "param_groups": [{**SGD_OF_BIASES, "maximize": True}]}, "maximize"),
+        ({"state": "compact", "param_groups": [SGD_OF_BIASES], "amsgrad": True}, "amsgrad"),
         (
             {"state": "compact", "optimizer_class": torch.optim.Adam, "decoupled_weight_decay": True},
             "take the class AdamW",
@@ -414,6 +422,11 @@ def test_what_compact_state_lacks_is_refused_where_a_group_gets_it_later(
 def test_fp16_parameters_are_refused_and_fp32_ones_are_masters() -> None:
     with pytest.raises(ValueError, match="float16"):
         compact(wrap(make_model().half()))
+    for layer in (0, 2, 4):
+        mixed = make_model()
+        mixed[layer].half()
+        with pytest.raises(ValueError, match=rf"parameter '{layer}\..*' is torch\.float16"):
+            compact(wrap(mixed))
     model = nn.Sequential(nn.Linear(24, 8).to(BF16), nn.Linear(8, 4))
     model.forward = lambda x: model[1](model[0](x).float())  # type: ignore[method-assign]
     optimizer = compact(wrap(model), moment_dtype=torch.float32)

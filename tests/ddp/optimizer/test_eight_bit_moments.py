@@ -193,6 +193,16 @@ def test_a_layout_that_cuts_blocks_is_refused_on_all_ranks() -> None:
 
     assert len(set(simulate(build, 3))) == 1
     train(make(atom=1), range(1))  # one rank has no borders
+
+    def build_between() -> None:
+        """The border is in the middle one of three parameters, and of three buckets."""
+        for bucket_size in (None, 1):
+            vectors = nn.ParameterList(torch.ones(numel).bfloat16() for numel in (512, 700, 512))
+            fields = DistributedDataParallelConfig(use_distributed_optimizer=True, bucket_size=bucket_size)
+            with pytest.raises(ValueError, match=r"cuts such a block of '1'"):
+                DistributedOptimizer(DistributedDataParallel(vectors, fields), **HYPER)
+
+    simulate(build_between, 2)
     config = DistributedDataParallelConfig(use_distributed_optimizer=True, keep_params_whole=True)
 
     def build_whole() -> None:

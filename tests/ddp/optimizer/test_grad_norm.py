@@ -301,7 +301,10 @@ def test_the_norm_of_several_models_is_as_wide_as_the_widest(dtypes: tuple[torch
         ]
         for model in models:
             model().backward()
-        return clip_grad_norm(models, 1.0)
+        norm = clip_grad_norm(models, 1.0)
+        clipped = [model.reduced_grads()[0][0].item() for model in models]
+        torch.testing.assert_close(clipped, [0.6, 0.8], rtol=1e-6, atol=0)
+        return norm
 
     for norm in simulate(on_each_rank, 2):
         torch.testing.assert_close(norm, torch.tensor(5.0, dtype=torch.float64), rtol=1e-12, atol=0)
@@ -500,6 +503,15 @@ def test_watchers_of_iterations_hear_of_a_step_that_is_skipped(monkeypatch: pyte
         optimizer.step()
         optimizer.zero_grad()
     assert heard == [False, True, True, False]
+
+
+def test_clipping_alone_skips_no_step() -> None:
+    """A program that has not asked for it sees its NaN."""
+    ddp = wrap(nn.Linear(2, 1))
+    optimizer = DistributedOptimizer(ddp, lr=0.1, max_grad_norm=1.0)
+    ddp(torch.full((1, 2), math.nan)).sum().backward()
+    optimizer.step()
+    assert optimizer.num_skipped_steps is None and all(param.isnan().all() for param in ddp.parameters())
 
 
 def test_an_optimizer_may_be_told_later_to_skip() -> None:

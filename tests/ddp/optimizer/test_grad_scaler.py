@@ -14,6 +14,7 @@ from loops import assert_same, weights, wrap
 from stock_steps import batch_of, loss_of, make_net
 from summed_by_hand import tree_sum
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from maingrad.ddp import WORLD_OF_ONE, DistributedDataParallel, DistributedOptimizer, GradScaler, clip_grad_norm
@@ -541,10 +542,13 @@ def test_nor_without_clipping(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("bad", [(1,), (0, 1)])
 def test_all_stages_of_a_pipeline_skip_a_step_and_count_it_once(bad: tuple[int, ...]) -> None:
+    """And another pipeline does not."""
+
     def on_each_stage() -> tuple[float, float]:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("model", "stage"))
         model = DistributedDataParallel(nn.Linear(2, 1), process_group=WORLD_OF_ONE)
         optimizer = DistributedOptimizer(model, lr=0.1)
-        scaler = GradScaler("cpu", init_scale=4.0, pipeline_group=dist.group.WORLD)
+        scaler = GradScaler("cpu", init_scale=4.0, pipeline_group=mesh.get_group("stage"))
         for step in range(2):
             value = math.inf if step == 0 and dist.get_rank() in bad else 1.0
             scaler.scale(model(torch.full((2, 2), value)).sum()).backward()
@@ -554,7 +558,7 @@ def test_all_stages_of_a_pipeline_skip_a_step_and_count_it_once(bad: tuple[int, 
         (state, *_) = optimizer.state.values()
         return float(state["step"]), scaler.get_scale()
 
-    assert simulate(on_each_stage, 2) == [(1.0, 2.0)] * 2
+    assert simulate(on_each_stage, 4) == [(1.0, 2.0)] * 2 + [(2.0, 4.0)] * 2
 
 
 READS: dict[str, Callable[[Tensor], Any]] = {

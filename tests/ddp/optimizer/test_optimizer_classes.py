@@ -399,6 +399,13 @@ def test_options_that_make_no_sense_are_refused(options: dict[str, Any], error: 
         DistributedOptimizer(wrap(make_net()), **options)
 
 
+def test_a_complex_parameter_is_refused_by_name() -> None:
+    dtypes = (torch.float32, torch.complex64, torch.float32)
+    model = nn.ParameterList(torch.ones(3, dtype=dtype) for dtype in dtypes)
+    with pytest.raises(ValueError, match=r"parameter '1' is torch\.complex64: DistributedOptimizer updates real param"):
+        DistributedOptimizer(wrap(model))
+
+
 class WithMethods(optim.SGD):
     """As schedule-free optimizers: methods of its own change the weights that the model shows."""
 

@@ -285,6 +285,7 @@ def test_a_state_of_another_class_is_refused() -> None:
         ([{"params": torch.zeros(3)}], TypeError, r"\[0\]: select parameters by name.*got Tensor"),
         ([{"params": nn.Linear(2, 2)}], TypeError, r"\[0\]: select parameters by name.*got Linear"),
         ([{"params": 3}], TypeError, r"\[0\]: select parameters by name.*got int"),
+        ([{"params": ["*.bias", 3, "0.weight"]}], TypeError, r"\[0\]: select parameters by name.*got int"),
         ({"params": "*.bias"}, TypeError, r"param_groups is a sequence of dicts"),
         ("*.bias", TypeError, r"param_groups is a sequence of dicts"),
         (["*.bias"], TypeError, r"param_groups is a sequence of dicts"),

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import re
 import weakref
 from pathlib import Path
 from typing import Any
@@ -230,9 +231,26 @@ def test_before_a_replay_masters_follow_what_was_written() -> None:
             param.fill_(0.25)
     optimizer.prepare_replay()
     assert all((held.master == 0.25).all() for held in optimizer.slices)
+    for param in optimizer.model.parameters():
+        param.data.fill_(0.5)  # as a replay does, of which no version tells
+    optimizer.record_written(range(len(optimizer.slices)))
+    optimizer.prepare_replay()
+    assert all((held.master == 0.5).all() for held in optimizer.slices)
     DistributedOptimizer(optimizer.model, **HYPER)
     with pytest.raises(RuntimeError, match="this DistributedOptimizer was replaced"):
         optimizer.prepare_replay()
+
+
+def test_a_gradient_that_somebody_puts_in_before_a_replay_is_refused_by_name() -> None:
+    """The replay would not read it."""
+    optimizer = make({})
+    trained(optimizer, range(1))
+    for name, param in optimizer.model.module.named_parameters():
+        param.grad = torch.zeros_like(param)
+        with pytest.raises(RuntimeError, match=rf"has put a gradient into \.grad of parameter '{re.escape(name)}'"):
+            optimizer.prepare_replay()
+        param.grad = None
+    optimizer.prepare_replay()
 
 
 @pytest.mark.parametrize("form", [{}, *COMPACT.values()])

@@ -135,12 +135,15 @@ def test_a_step_and_a_load_wait_for_gathers_that_no_forward_has_read(monkeypatch
 
 
 def test_gathers_start_between_the_updates(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each pass is followed by the gathers of all its buckets."""
+    """Each pass is followed by the gathers of all its buckets, in the second step too."""
     log: list[tuple[str, ...]] = []
     config = {"use_distributed_optimizer": True, "overlap_param_gather": True, "bucket_size": 32}
 
     def on_each_rank() -> None:
         optimizer = DistributedOptimizer(DistributedDataParallel(ByTurns(), DistributedDataParallelConfig(**config)))
+        loss_of(optimizer.model, make_batches(1)[0]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
         loss_of(optimizer.model, make_batches(1)[0]).backward()
         optimizer.model.finish_grad_sync()
         update, start = optimizer._steps.update, ParamGather.start

@@ -187,6 +187,42 @@ def test_a_queue_is_drained_of_one_unit() -> None:
     assert sorted(run.bucket for run in queue.log) == [0, 1, 2]
 
 
+class Skips(nn.Module):
+    """Two layers, of which a forward may skip the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = (Linear(5, 5, fuse_wgrad_accumulation=True, dtype=torch.float64) for _ in range(2))
+
+    def forward(self, x: Tensor, skips: bool) -> Tensor:
+        return self.second(x if skips else self.first(x).tanh())
+
+
+@pytest.mark.parametrize("kind", ["zero1", "zero3, once"])
+@pytest.mark.sampled(1)
+def test_what_waits_behind_delayed_gradients_is_cleared_with_them(kind: str) -> None:
+    """The last microbatch delays one unit. Another has gradients of the microbatch before, to be sent after these."""
+
+    def on_each_rank() -> None:
+        model: Any = Skips()
+        for module in (model.first, model.second, model):
+            fully_shard(module, **options_of(kind))
+        first, second = batches_of(dist.get_rank(), 2)
+        queue = WgradQueue()
+        with model.no_sync():
+            mean_loss(model(first, False)).backward()
+        with delayed_wgrad(queue):
+            loss = mean_loss(model(second, True))
+        loss.backward()
+        model.zero_grad()
+        queue.drain()
+        assert not model.first.weight.grad.to_local().any()
+        assert model.second.weight.grad.full_tensor().any()
+
+    simulate(on_each_rank, ranks_of(kind))
+
+
 class Tied(nn.Module):
     """An embedding tied to the head, around layers that are units of their own."""
 
@@ -317,6 +353,44 @@ def some_ranks_alone(kind: str, who: str) -> None:
 
 
 # ---- What comes between the last backward and the gradients that it has delayed. ----
+
+
+def test_24_a_queue_that_is_drained_leaves_the_units_name_until_the_step() -> None:
+    """Nothing is pending on any rank, and another rank may have drained its queue behind the forward."""
+
+    def on_each_rank() -> None:
+        model, _ = two_models("zero3")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        first, second = batches_of(dist.get_rank(), 2)
+        queue = WgradQueue()
+        with delayed_wgrad(queue):
+            loss = mean_loss(model(first))
+        loss.backward()
+        queue.drain()
+        refusal = r"^a forward after the iteration's last backward, in which weight gradients of the outermost unit"
+        with pytest.raises(RuntimeError, match=refusal):
+            model(second)
+        optimizer.step()
+        model(second)
+
+    simulate(on_each_rank, 2)
+
+
+def test_24_a_step_over_two_models_ends_the_delays_of_both() -> None:
+    def on_each_rank() -> None:
+        models, queue = two_models("zero3"), WgradQueue()
+        optimizer = torch.optim.SGD([param for model in models for param in model.parameters()], lr=0.1)
+        first, second = batches_of(dist.get_rank(), 2)
+        for model in models:
+            with delayed_wgrad(queue):
+                loss = mean_loss(model(first))
+            loss.backward()
+            queue.drain()
+        optimizer.step()
+        for model in models:
+            model(second)
+
+    simulate(on_each_rank, 2)
 
 
 class OnOneRank(nn.Module):

@@ -167,7 +167,7 @@ def test_fused_weight_gradients(run: Callable[..., None]) -> None:
 @pytest.mark.parametrize("kind", ["zero1", "zero3", "hsdp"])
 @pytest.mark.sampled(1)
 def test_nothing_is_reduced(kind: str) -> None:
-    def on_each_rank() -> int:
+    def on_each_rank() -> tuple[int, int, list[bool]]:
         model = Net().double()
         shard_blocks(model, **options_of(kind))
         x = batches_of(rank_and_size()[0], 1)[0]
@@ -175,10 +175,14 @@ def test_nothing_is_reduced(kind: str) -> None:
         model.zero_grad()
         with model.record_timeline() as timeline:
             assert go_through(model, x).any()
-        return len(timeline.buckets)
+            reduced = len(timeline.buckets)
+            with model.no_sync():
+                mean_loss(model(x)).backward()
+            mean_loss(model(x)).backward()
+        return reduced, len(timeline.forwards), [span.synced for span in timeline.backwards]
 
     ranks = ranks_of(kind)
-    assert simulate(on_each_rank, ranks) == [0] * ranks
+    assert simulate(on_each_rank, ranks) == [(0, 3, [False, False, True])] * ranks
 
 
 def test_a_part_that_is_frozen_is_refused_with_what_helps() -> None:

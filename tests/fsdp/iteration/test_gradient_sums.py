@@ -1,6 +1,7 @@
 """Memory of the sums that ``.grad`` shows: there from an iteration's first round until the next one's forward."""
 
 import gc
+import re
 import weakref
 from typing import Any
 
@@ -9,8 +10,9 @@ import torch
 import torch.distributed as dist
 from sharded_training import nbytes_of_sums
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
-from maingrad.fsdp import FSDPModule, fully_shard
+from maingrad.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from maingrad.fsdp.module import root_of
 from maingrad.launch import simulate
 
@@ -125,6 +127,39 @@ def test_the_first_round_is_summed_in_place(kept_dtype: torch.dtype):
                 assert shown == {total._total.untyped_storage().data_ptr() for total in sums}
 
     simulate(run, 2)
+
+
+@pytest.mark.parametrize(
+    ("placements", "sent"),
+    [("zero1", torch.bfloat16), ("zero3", torch.bfloat16), ("hsdp", torch.bfloat16), ("zero3", None)],
+)
+@pytest.mark.sampled(4)
+def test_reductions_send_the_reduce_dtype_and_sum_in_that_of_gradients(placements: str, sent: torch.dtype | None):
+    """Each rank's part of the mean is rounded before it is sent, and no sum is. Instances all-reduce the sums."""
+    schedule: list[tuple[int, str]] = []
+    ranks = 4 if placements == "hsdp" else 2
+
+    def part(rank: int) -> Tensor:
+        return torch.full((2, 8), 1.0 + rank / 7)
+
+    def run() -> Tensor:
+        mesh = init_device_mesh("cpu", (2, 2)) if placements == "hsdp" else None
+        policy = MixedPrecisionPolicy(reduce_dtype=sent)
+        model: Any = fully_shard(nn.Linear(8, 8, bias=False), mesh, placements, policy)
+        loss = model(part(dist.get_rank())).sum()
+        schedule.append((dist.get_rank(), "backward"))
+        loss.backward()
+        return model.weight.grad.to_local()
+
+    found = simulate(run, ranks, schedule=schedule)
+    launched = [event for rank, event in schedule if rank == 0]
+    launched = launched[launched.index("backward") :]
+    inside = [event for event in launched if re.match("launch (all_to_all|reduce_scatter)", event)]
+    assert len(inside) == 1 and f" {str(sent or torch.float32).removeprefix('torch.')}" in inside[0]
+    parts = [part(rank).sum(0)[0] / ranks for rank in range(ranks)]
+    expected = sum(each if sent is None else each.to(sent).float() for each in parts)
+    for grad in found:
+        torch.testing.assert_close(grad, expected.expand_as(grad), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("placements", PLACEMENTS)

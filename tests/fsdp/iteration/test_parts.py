@@ -9,7 +9,8 @@ from sharded_twin import options_of, ranks_of
 from torch import Tensor, nn
 
 from maingrad.fsdp import fully_shard
-from maingrad.fsdp.module import root_of
+from maingrad.fsdp.iteration.rounds import State
+from maingrad.fsdp.module import root_of, unit_of
 from maingrad.launch import simulate
 
 WIDTH = 4
@@ -37,15 +38,26 @@ def plain_grads(steps: list[int]) -> dict[str, Tensor]:
     return {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
 
 
+def states_of(layer: nn.Module) -> set[State]:
+    rounds = [bucket.round() for bucket in unit_of(layer).buckets if bucket.round is not None]
+    return {each.state for each in rounds if each is not None}
+
+
 class Schedule:
     """Two layers of one model, each a part: all forwards, then the backwards of the second, then of the first."""
 
     def __init__(self, kind: str) -> None:
-        # A bucket for the weight, and one for the bias.
-        self.layers = [fully_shard(layer, bucket_size=1, **options_of(kind)) for layer in make_layers()]
+        # A bucket for the weight and one for the bias, and one for both.
+        sizes = (1, None)
+        self.layers = [
+            fully_shard(layer, bucket_size=size, **options_of(kind))
+            for layer, size in zip(make_layers(), sizes, strict=True)
+        ]
         self.model = fully_shard(nn.Sequential(*self.layers), **options_of(kind))
         self.parts = self.model.grad_parts
         self.keys = [nn.Identity(), nn.Identity()]
+        self.sent: list[list[bool]] = []
+        """For each part that has ended: which layers' gradients were sent over all ranks by then."""
 
     def run(self, step: int, *, fails_after: int | None = None, says_final: bool = True) -> None:
         """The backwards of a step, or ``fails_after`` of them."""
@@ -65,6 +77,7 @@ class Schedule:
                 loss.backward() if index else hidden.backward(cut.grad)
             if last:
                 self.parts.end(self.keys[index])
+                self.sent.append([State.SENT in states_of(layer) for layer in self.layers])
 
     def check(self, *steps: int) -> None:
         self.model.finish_grad_sync()
@@ -80,12 +93,14 @@ def trains(schedule: Schedule) -> None:
     for step in range(2):
         assert schedule.parts.is_clear
         schedule.run(step)
+        assert schedule.sent[-2] == [False, False], "the other part is open"
         schedule.check(step)
 
 
 def ends_alone(schedule: Schedule) -> None:
     """No backward is said to be the last: ``end`` of the last part sends all gradients."""
     schedule.run(0, says_final=False)
+    assert schedule.sent == [[False, False], [True, True]]
     assert any(bucket.is_launched for bucket in root_of(schedule.model).buckets), "and waits for none"
     schedule.check(0)
 
@@ -93,6 +108,7 @@ def ends_alone(schedule: Schedule) -> None:
 def sums(schedule: Schedule) -> None:
     with schedule.parts.no_sync():
         schedule.run(0)
+    assert schedule.sent == [[False, False]] * 2
     assert not schedule.parts.is_clear
     schedule.run(1)
     schedule.check(0, 1)

@@ -190,13 +190,14 @@ def test_ranks_with_experts_of_their_own_compare_what_they_share(what: str) -> N
 
 @pytest.mark.parametrize("group", [0, 1])
 def test_an_optimizer_of_another_model_on_one_rank(tmp_path: Path, group: int) -> None:
-    """Its parameters may come in a group behind this model's."""
+    """Its parameters may come behind this model's, in their group or in a group of their own."""
 
     def save() -> str:
         model, optimizer = trained()
         if offends():
-            other = {"params": [*make_net().parameters()]}
-            optimizer = torch.optim.AdamW([{"params": [*model.parameters()]}] * group + [other])
+            mine, others = [*model.parameters()], [*make_net().parameters()]
+            groups = [mine, others] if group else [mine + others]
+            optimizer = torch.optim.AdamW([{"params": params} for params in groups])
         return outcome(save_checkpoint, tmp_path / "c", model, optimizer)
 
     errors = simulate(save, 3)

@@ -337,6 +337,26 @@ def test_units_wait_for_backward_in_a_model_without_parameters_of_its_own_too(ow
     assert simulate(on_each_rank, 2) == [(3, 2 if reshards else 0, 0)] * 2
 
 
+def test_a_forward_that_fails_leaves_no_unit_to_a_backward() -> None:
+    """The unit that came last in the forward before stays for the backward, which does not come."""
+
+    def on_each_rank() -> list[bool]:
+        def fail(*_: Any) -> None:
+            raise KeyError
+
+        model: Any = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Identity())
+        for layer in model[:2]:
+            fully_shard(layer)
+        fully_shard(model)
+        model(torch.ones(2, 8)).sum().backward()
+        model[2].register_forward_pre_hook(fail)
+        with pytest.raises(KeyError):
+            model(torch.ones(2, 8))
+        return [unit.gathered for unit in model.units if unit.buckets]
+
+    assert simulate(on_each_rank, 2) == [[False, False]] * 2
+
+
 class Added(nn.Module):
     """Adds rows of a table, in a reentrant checkpoint: the table's unit has no input that requires a gradient."""
 
@@ -433,6 +453,38 @@ def test_units_named_by_the_program_are_gathered_ahead(named: list[int] | None) 
 
     expected = ([0, 1], [2, 3]) if named is None else ([0, *named], [*named, 3])
     assert simulate(on_each_rank, 2) == [expected] * 2
+
+
+@pytest.mark.parametrize("how", ["second", "keyword", "in a keyword's list", "in a dict"])
+def test_backward_passes_a_unit_by_any_of_its_inputs(how: str) -> None:
+    """The first one, a mask, requires no gradient."""
+
+    class Masked(Notes):
+        def forward(self, mask: Tensor, x: Any = None, *, xs: Any = None) -> Tensor:
+            return super().forward((xs[0] if xs else x["x"] if isinstance(x, dict) else x) * mask)
+
+    class Stack(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            mask = torch.ones(8)
+            for layer in self:
+                if how == "second":
+                    x = layer(mask, x)
+                elif how == "in a dict":
+                    x = layer(mask, {"x": x})
+                else:
+                    x = layer(mask, x=x) if how == "keyword" else layer(mask, xs=[x])
+            return x
+
+    def on_each_rank() -> list[list[int]]:
+        model: Any = Stack(*[Masked(8, 8) for _ in range(3)])
+        for layer in model:
+            fully_shard(layer)
+            layer.look = lambda: [index for index, unit in enumerate(model.units[1:]) if unit.gathered]
+        fully_shard(model)
+        model(torch.ones(2, 8)).sum().backward()
+        return [layer.in_backward for layer in model]
+
+    assert simulate(on_each_rank, 2) == [[[0], [0, 1], [1, 2]]] * 2
 
 
 def test_units_inside_units_are_gathered_ahead() -> None:

@@ -306,13 +306,13 @@ class Halves(nn.Module):
 def by_hand_and_unreached() -> None:
     model: Any = fully_shard(Halves())
     wholes: list[Tensor] = []
-    model.layers[0].register_forward_pre_hook(lambda layer, _: wholes.append(layer.weight))
+    model.layers[0].register_forward_pre_hook(lambda layer, _: wholes.extend(layer.parameters()))
     with model.no_sync():
         model(batch(0), 0).backward()
-    wholes[0].grad = torch.ones(4, 4)
-    with pytest.raises(RuntimeError, match=r"a gradient of parameter 'layers.0.weight' was put into .grad by hand"):
+    wholes[0].grad, wholes[1].grad = torch.ones(4, 4), torch.ones(4)
+    with pytest.raises(RuntimeError, match=r"a gradient of parameter 'layers.0.\w+' was put into .grad by hand"):
         model(batch(1), 1).backward()
-    assert wholes[0].grad is None
+    assert wholes[0].grad is None and wholes[1].grad is None
     model.zero_grad()
     model(batch(2), 0).backward()
     twin = Halves()

@@ -564,8 +564,9 @@ def refusals(folder: Path) -> None:
         save_checkpoint(folder, model, torch.optim.SGD(built_before))
     with pytest.raises(TypeError, match=r"a torch.optim.Optimizer over the sharded parameters, got dict"):
         save_checkpoint(folder, model, {})
-    with model.unsharded(), pytest.raises(ValueError, match=r"is whole now: save and load outside forwards and"):
-        save_checkpoint(folder, model)
+    for module in (model, model.up):
+        with module.unsharded(), pytest.raises(ValueError, match=r"is whole now: save and load outside forwards and"):
+            save_checkpoint(folder, model)
     around = nn.ModuleDict({"inside": model})
     with pytest.raises(ValueError, match=r"module 'inside' is sharded, and the model around it is not"):
         save_checkpoint(folder, around)

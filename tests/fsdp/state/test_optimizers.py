@@ -180,6 +180,21 @@ def test_weights_changed_between_steps_are_gathered_anew(kind: str, change: Call
     loop(kind, body)
 
 
+def test_each_of_two_fused_steps_reaches_whole_parameters_at_rest() -> None:
+    """They raise no version. After the first an evaluation has gathered all units."""
+
+    def body(model: Any, twin: Any, iterate: Callable[[int], None]) -> None:
+        optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, fused=True) for each in (model, twin)]
+        iterate(0)
+        for _ in range(2):
+            for optimizer in optimizers:
+                optimizer.step()
+            with torch.no_grad():
+                torch.testing.assert_close(model(batches_of(9, 1)[0]), twin(batches_of(9, 1)[0]))
+
+    loop("zero1", body, bucket_size=1)
+
+
 @pytest.mark.in_turn
 @some_kinds
 @pytest.mark.sampled(1)
@@ -271,6 +286,21 @@ def test_whole_parameters_are_read_and_written(kind: str) -> None:
                 each.zero_grad()
 
     loop(kind, body)
+
+
+def test_whole_parameters_at_rest_follow_shards_and_their_own_writes_are_lost() -> None:
+    def body(model: Any, twin: Any, iterate: Callable[[int], None]) -> None:
+        for step in range(2):
+            iterate(step)
+            for each in (model, twin):
+                torch.optim.SGD(each.parameters(), lr=0.1).step()
+                each.zero_grad()
+            with model.unsharded(), torch.no_grad():
+                for param, plain in zip(model.parameters(), twin.parameters(), strict=True):
+                    torch.testing.assert_close(param, plain)
+                    param.zero_()
+
+    loop("zero1", body)
 
 
 @some_kinds

@@ -100,6 +100,8 @@ def test_the_options_of_torchs_class_count() -> None:
     for seed in range(3):
         step(optimizer, seed)
         step(stock, seed)
+        with torch.no_grad():  # fp32 shards are their own masters, also when a program has written them
+            torch._foreach_mul_([*model.parameters(), *other.parameters()], 0.5)
     for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(mine.detach(), theirs.detach())
     names = [name for name, _ in model.named_parameters()]
@@ -160,18 +162,38 @@ def test_a_master_that_a_program_assigns_is_taken() -> None:
     assert torch.equal(param.detach().view(-1), split_master(master)[0])
 
 
+@pytest.mark.parametrize("place", [None, "host"])
+def test_state_that_a_program_removes_begins_anew(place: str | None) -> None:
+    """Of one parameter here: its next update is a first one, and the others go on. So is its master the parameter."""
+    model, other = make(), make()
+    optimizer = ShardedAdamW(model.parameters(), **HYPER, offload_state=place)
+    step(optimizer, 0)
+    del optimizer.state[model[0].weight]
+    with torch.no_grad():
+        for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+            theirs.copy_(mine)
+    assert torch.equal(optimizer.masters()[model[0].weight], model[0].weight.detach().float().view(-1))
+    step(optimizer, 1)
+    fresh = ShardedAdamW(other.parameters(), **HYPER)
+    step(fresh, 1)
+    begun, expected = (each.full_state() for each in (optimizer, fresh))
+    for key, value in expected[other[0].weight].items():
+        assert torch.equal(begun[model[0].weight][key], value), key
+    assert begun[model[1].weight]["step"] == 2
+
+
 def test_a_write_before_a_replay_is_a_master() -> None:
     """A graphed step replays the kernel alone: what ``step`` looks up comes before."""
     model = make()
     optimizer = ShardedAdamW(model.parameters(), **HYPER)
     step(optimizer, 0)
-    remainder = optimizer.state[model[0].weight]["remainder"]
+    remainder = optimizer.state[model[1].weight]["remainder"]
     assert remainder.any()
     with torch.no_grad():
-        model[0].weight.mul_(0.5)
-    assert optimizer.written_since() == [model[0].weight]
+        model[1].weight.mul_(0.5)
+    assert optimizer.written_since() == [model[1].weight]
     optimizer.prepare_replay()
-    assert not remainder.any() and optimizer.state[model[1].weight]["remainder"].any()
+    assert not remainder.any() and optimizer.state[model[0].weight]["remainder"].any()
 
 
 def test_a_load_lets_go_of_what_it_was_given() -> None:
@@ -237,6 +259,31 @@ def test_state_of_a_model_that_is_frozen_meanwhile_is_saved(tmp_path: Path) -> N
     for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(optimizer.state[mine]["exp_avg"], loaded.state[theirs]["exp_avg"])
         assert loaded.state[theirs]["exp_avg"].any()
+
+
+def test_compact_state_of_frozen_parameters_is_saved_and_none_is_made(tmp_path: Path) -> None:
+    """One is frozen after a step, and has a master; the other was never trained, and is its own."""
+    model, other = make(), make()
+    optimizers = []
+    for seed, each in enumerate((model, other)):
+        each[1].weight.requires_grad_(False)
+        optimizers.append(ShardedAdamW(each.parameters(), **HYPER))
+        for param in (each[0].weight, each[0].bias, each[1].bias):
+            param.grad = torch.randn(param.shape, generator=torch.Generator().manual_seed(seed))
+        optimizers[-1].step()
+        each[0].weight.requires_grad_(False)
+    save_checkpoint(tmp_path / "c", model, optimizers[0])
+    load_checkpoint(tmp_path / "c", other, optimizers[1])
+    expected, found = (each.masters() for each in optimizers)
+    assert torch.equal(found[other[0].weight], expected[model[0].weight])
+    assert not torch.equal(expected[model[0].weight], model[0].weight.detach().float().view(-1))
+    assert other[1].weight not in optimizers[1].full_state()
+    fresh = make()
+    fresh[1].weight.requires_grad_(False)
+    begun = ShardedAdamW(fresh.parameters(), **HYPER)
+    load_checkpoint(tmp_path / "c", fresh, begun)
+    for mine, theirs in zip(model.parameters(), fresh.parameters(), strict=True):
+        assert torch.equal(begun.masters()[theirs], expected[mine])
 
 
 def rounded_on_ranks(moment_dtype: torch.dtype | None) -> list[Tensor]:

@@ -33,7 +33,14 @@ GROUPS: list[dict[str, Any]] = [
         "weight_decay": 0.5,
         "nesterov": False,
     },
-    {"params": ["1.linear.weight", "2.experts"], "optimizer": Muon, "lr": 0.05, "adjust_lr_fn": "match_rms_adamw"},
+    {
+        "params": ["1.linear.weight", "2.experts"],
+        "optimizer": Muon,
+        "lr": 0.05,
+        "momentum": 0.8,
+        "ns_steps": 4,
+        "adjust_lr_fn": "match_rms_adamw",
+    },
     {"params": "*.bias", "weight_decay": 0.0},
 ]
 

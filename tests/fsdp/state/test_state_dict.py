@@ -174,6 +174,7 @@ def load_every_kind(placement: str) -> None:
         other.load_state_dict({name: value for name, value in expected.items() if name != "up.weight"})
     with pytest.raises(ValueError, match=r"load_state_dict\(assign=True\): parameter '\S+' is a view of this rank's"):
         other.load_state_dict(expected, assign=True)
+    assert len(other.load_state_dict({}, strict=False, assign=True).missing_keys) == len(expected)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from maingrad.ddp import WORLD_OF_ONE, Muon
 from maingrad.ddp.plan.cut import Box
-from maingrad.ddp.plan.model_slice import ModelSlice, model_slice_of, set_model_slice, slice_of_blocks
+from maingrad.ddp.plan.model_slice import ModelSlice, model_slice_of, set_model_slice, slice_of_blocks, slice_of_copy
 from maingrad.fsdp import MixedPrecisionPolicy, ShardedAdamW, fully_shard
 from maingrad.fsdp.state.sharded_muon import ShardedMuon
 from maingrad.launch import simulate
@@ -276,6 +276,7 @@ def test_marks_mean_nothing_where_the_group_is_one_rank() -> None:
         model: Any = Plain()
         model.head.weight.tensor_model_parallel = True
         model.norm.weight.sequence_parallel = True
+        model.head.weight.allreduce = False  # nor does that of experts, of which the other ranks have none
         fully_shard(model, group, tensor_parallel_group=WORLD_OF_ONE)
         train(model, dist.get_rank() % 2, 1)
         return torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()
@@ -313,6 +314,38 @@ def test_writes_within_unsharded_are_of_the_slice() -> None:
             model.blocks[0].down.weight.data.fill_(3.0)
             assert tuple(model.blocks[0].down.weight.shape) == (8, 6)
         assert model.state_dict()["blocks.0.down.weight"].full_tensor().eq(3).all()
+
+    simulate(on_each_rank, 4)
+
+
+@pytest.mark.parametrize("told", ["rows of all ranks' experts", "all of it"])
+def test_experts_that_are_told_keep_their_own_gradients(told: str) -> None:
+    """Tensor-parallel ranks have other experts, of one shape: these are no copies."""
+
+    def slice_told(shape: tuple[int, ...]) -> ModelSlice:
+        if told == "all of it":
+            return slice_of_copy(shape, None, "expert")
+        size, world = 4 * shape[0], dist.group.WORLD
+        return slice_of_blocks((size, *shape[1:]), 0, [size], world, dist.get_rank(), "expert")
+
+    def on_each_rank() -> None:
+        mesh, group, data_ranks = ranks_of("zero3")
+        torch.manual_seed(0)
+        dense = nn.Linear(4, 4).double()
+        torch.manual_seed(1 + dist.get_rank())
+        expert, x = nn.Linear(4, 4).double(), torch.randn(3, 4, dtype=torch.float64)
+        own = [*expert.parameters()]
+        expected = torch.autograd.grad(dense(expert(x)).square().sum() / data_ranks, own)
+        for param in own:
+            param.allreduce = False  # type: ignore[attr-defined]
+            set_model_slice(param, slice_told(tuple(param.shape)))
+        fully_shard(expert, WORLD_OF_ONE, tensor_parallel_group=None if told == "all of it" else group)
+        fully_shard(dense, mesh, tensor_parallel_group=group)
+        model: Any = fully_shard(nn.Sequential(expert, dense), mesh, tensor_parallel_group=group)
+        model(x).square().sum().backward()
+        assert model[1].weight.shard.copies == 2
+        for param, grad in zip(model[0].parameters(), expected, strict=True):
+            torch.testing.assert_close(param.grad.to_local(), grad)
 
     simulate(on_each_rank, 4)
 

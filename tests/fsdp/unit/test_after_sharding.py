@@ -232,6 +232,14 @@ def test_modules_without_parameters_may_come_and_go() -> None:
     step_of(model)
 
 
+def test_a_parameter_that_is_added_frozen_is_the_programs_own() -> None:
+    model = Net()
+    shard_blocks(model)
+    model.blocks[1].extra = nn.Parameter(torch.ones(7), requires_grad=False)
+    step_of(model)
+    assert torch.equal(model.blocks[1].extra, torch.ones(7)) and model.blocks[1].extra.grad is None
+
+
 def test_replacing_a_parameter_of_a_model_that_was_frozen_before() -> None:
     """It trains nothing, and its forwards gather all the same."""
     model = nn.Sequential(Block()).requires_grad_(False)

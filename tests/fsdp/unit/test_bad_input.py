@@ -213,11 +213,13 @@ def test_sharding_part_of_a_model_after_the_optimizer_was_built() -> None:
     model = Net()
     for block in model.blocks:
         fully_shard(block)
-    optimizer = torch.optim.AdamW(model.parameters())
+    shards, rest = [[*block.parameters()] for block in model.blocks], [*model.stem.parameters()]
+    optimizers = [torch.optim.AdamW(params) for params in (rest + shards[0], shards[0] + rest + shards[1])]
     fully_shard(model)
     step_of(model)
-    with pytest.raises(RuntimeError, match="AdamW was built before fully_shard"):
-        optimizer.step()
+    for optimizer in optimizers:
+        with pytest.raises(RuntimeError, match="AdamW was built before fully_shard"):
+            optimizer.step()
 
 
 @pytest.mark.parametrize("placements", ["zero1", "zero2", "zero3"])
@@ -247,6 +249,36 @@ def test_a_step_before_the_last_microbatch_over_a_model_with_a_frozen_unit() -> 
         model(torch.ones(2, 7)).sum().backward()
     with pytest.raises(RuntimeError, match=r"gradients of '1.* are not reduced yet"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("used", range(3))
+def test_a_step_before_the_last_microbatch_of_one_unit(used: int) -> None:
+    class OneOf(nn.ModuleList):
+        def forward(self, x: Tensor) -> Tensor:
+            return self[used](x)  # type: ignore[no-any-return]
+
+    model: Any = OneOf([Block(), Block(), Block()])
+    shard_blocks(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with model.no_sync():
+        model(torch.ones(2, 7)).sum().backward()
+    with pytest.raises(RuntimeError, match=rf"gradients of '{used}.* are not reduced yet"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_a_step_beside_a_gradient_that_was_put_into_a_whole_parameter(name: str) -> None:
+    wholes: list[nn.Parameter] = []
+    model: Any = fully_shard(nn.Linear(5, 5))
+    handle = model.register_forward_pre_hook(lambda module, _: wholes.append(getattr(module, name)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 5)).sum().backward()
+    handle.remove()
+    wholes[0].grad = torch.ones(wholes[0].shape)
+    with pytest.raises(RuntimeError, match=r"AdamW.step\(\): gradients of '.*' are not reduced yet"):
+        optimizer.step()
+    wholes[0].grad = None
+    optimizer.step()
 
 
 @on_ranks(2)
@@ -440,6 +472,7 @@ def test_policies_that_cannot_be() -> None:
             MixedPrecisionPolicy(**{name: torch.int8})
     with pytest.raises(ValueError, match=r"reduce_dtype torch.float32 is wider than grad_dtype torch.bfloat16"):
         MixedPrecisionPolicy(grad_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    assert MixedPrecisionPolicy(reduce_dtype=torch.float32).wire_dtype is None, "as wide, and the same"
 
 
 # ---- Afterwards. ----

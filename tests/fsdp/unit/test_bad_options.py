@@ -299,7 +299,7 @@ def test_prefetch_lists_of_plain_modules() -> None:
     model = Net()
     shard_blocks(model)
     with pytest.raises(TypeError, match="set_modules_to_forward_prefetch takes fully sharded modules, and Linear is n"):
-        model.set_modules_to_forward_prefetch([model.stem])
+        model.set_modules_to_forward_prefetch([model.blocks[0], model.stem, model.blocks[1]])
     with pytest.raises(TypeError, match="set_modules_to_backward_prefetch takes fully sharded modules, and Linear is "):
         model.set_modules_to_backward_prefetch([model.head])
 

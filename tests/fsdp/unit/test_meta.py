@@ -285,6 +285,16 @@ def test_what_is_written_in_any_way_is_taken(write: Any) -> None:
         assert not any(param.any() for param in model.parameters())
 
 
+def test_a_buffer_that_the_initialiser_takes_away_needs_no_values() -> None:
+    def initialise(module: nn.Module) -> None:
+        writes_all_but("mask", in_place)(module)
+        if isinstance(module, Rotary):
+            module.mask = None
+
+    model = fully_shard(on_meta(Rotary), device="cpu", init_fn=initialise)
+    assert model.mask is None
+
+
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
 def test_a_buffer_of_minus_ones_is_written(dtype: torch.dtype) -> None:
     """All bits of such an integer are set, as those of the NaN that marks unwritten floats."""

@@ -1,6 +1,7 @@
 """Whatever a model is made of: its gradients and weights are a plain model's."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
-from maingrad.ddp import WORLD_OF_ONE
+from maingrad.ddp import WORLD_OF_ONE, DistributedDataParallel, load_checkpoint, save_checkpoint
 from maingrad.fsdp import MixedPrecisionPolicy, fully_shard
 from maingrad.launch import simulate
 
@@ -35,6 +36,21 @@ def some_kinds(test: Callable[..., None]) -> Callable[..., None]:
     """A matrix of which ``make test`` takes a part."""
     kinds = pytest.mark.parametrize("kind", ["zero3", "hsdp_zero1", "zero1"])
     return pytest.mark.sampled(3)(kinds(test))
+
+
+def test_a_model_whose_wrapper_was_let_go_is_sharded() -> None:
+    """``DistributedDataParallel`` has left a refusal to train on each of its modules."""
+
+    def on_each_rank() -> None:
+        model: Any = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
+        DistributedDataParallel(model)
+        with pytest.raises(RuntimeError, match="the wrapper was let go"):
+            model[1](torch.ones(2, 5))
+        fully_shard(model)
+        model(torch.ones(2, 5)).sum().backward()
+        assert all(param.grad.full_tensor().any() for param in model.parameters())
+
+    simulate(on_each_rank, 2)
 
 
 @every_kind
@@ -472,6 +488,21 @@ def test_f_linear_over_a_units_own_parameters_works_in_its_forward() -> None:
             return F.linear(x, self.inner.weight, self.inner.bias * 2)
 
     train_beside("zero3", Functional, lambda model, **options: fully_shard(model, **options))
+
+
+def test_a_rank_of_padding_alone_gathers_with_the_others_after_a_load(tmp_path: Path) -> None:
+    def on_each_rank() -> float:
+        model: Any = nn.Linear(1, 1, bias=False)
+        nn.init.ones_(model.weight)
+        fully_shard(model, placements="zero1")
+        save_checkpoint(tmp_path / "c", model)
+        with torch.no_grad():
+            model.weight.zero_()
+            model(torch.ones(1, 1))
+        load_checkpoint(tmp_path / "c", model)
+        return model(torch.ones(1, 1)).item()  # type: ignore[no-any-return]
+
+    assert simulate(on_each_rank, 2) == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("kind", ["zero1", "zero2"])

@@ -92,7 +92,7 @@ def test_whole_parameters_suit_an_optimizer_of_matrices():
 
 def test_a_pattern_that_matches_nothing_is_refused():
     with pytest.raises(ValueError, match=r"'\*\.wait' matches no parameter"):
-        fully_shard(build(), shard_atoms={"*.wait": "row"})
+        fully_shard(build(), shard_atoms={"*.weight": "row", "*.wait": "row", "*": "element"})
 
 
 def test_what_is_no_atom_is_refused():

@@ -207,18 +207,19 @@ def test_a_write_through_data_in_a_first_forward_is_refused(trains: bool, assign
     simulate(on_the_rank, 1)
 
 
-def test_a_write_through_data_in_a_first_forward_without_gradients_is_refused() -> None:
+@pytest.mark.parametrize("written", ["weight", "bias"])
+def test_a_write_through_data_in_a_first_forward_without_gradients_is_refused(written: str) -> None:
     """As of a momentum encoder, whose module stays in training."""
 
     class Momentum(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             if not torch.is_grad_enabled():
-                self.weight.data.mul_(0.9)
+                getattr(self, written).data.mul_(0.9)
             return super().forward(x)
 
     model = fully_shard(Momentum(4, 4), WORLD_OF_ONE)
     model(rows_of(0))
-    with torch.no_grad(), pytest.raises(RuntimeError, match=r"'weight' was written in the forward through \.data"):
+    with torch.no_grad(), pytest.raises(RuntimeError, match=rf"'{written}' was written in the forward through \.data"):
         model(rows_of(0))
 
 
