@@ -137,6 +137,7 @@ CHANGES: dict[str, Callable[[nn.Parameter], object]] = {
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.sampled(8)
 def test_a_later_backward_adds_to_what_a_program_has_made_of_copies(change: str, overlap: bool) -> None:
     """Of copies in bf16 which are as they were the fp32 sum goes on, with all of its bits."""
     net = nn.Linear(8, 4).bfloat16()
@@ -220,11 +221,23 @@ def test_copies_that_were_exposed_follow_scaled_buckets(scale: Callable[[Any], o
     assert_same(plain_grads(ddp.module), main_grads(ddp))
 
 
+def test_a_change_of_a_copy_is_in_a_copy_of_another_dtype() -> None:
+    net = nn.Linear(8, 4).bfloat16()
+    ddp = wrap(net)
+    ddp_backward(ddp, make_batches(2, torch.bfloat16))
+    ddp.expose_grads()
+    net.weight.grad.mul_(2.0)
+    expected = net.weight.grad.float()
+    ddp.expose_grads(torch.float32)
+    assert torch.equal(net.weight.grad, expected)
+
+
 # ---- GradScaler. ----
 
 
 @pytest.mark.parametrize("called", [True, False])
 @pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.sampled(4)
 def test_grad_scaler_skips_a_step_with_inf_and_trains_as_in_plain_pytorch(fused: bool, called: bool) -> None:
     model = make_model()
     plain = plain_twin(model)
@@ -386,6 +399,7 @@ def test_calling_the_inner_module_gives_the_same_gradients() -> None:
 
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("reads", [False, True])
+@pytest.mark.sampled(4)
 def test_the_inner_module_goes_backward_twice_or_says_why_not(reads: bool, sharded: bool) -> None:
     """A read between two backwards that the wrapper does not see would be the last that is right."""
     model = make_model(fuse=False)
@@ -419,6 +433,7 @@ class _HeadOutside(nn.Module):
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.sampled(8)
 def test_a_head_that_is_called_outside_of_the_wrapper_goes_backward_twice(
     overlap: bool, sharded: bool, frozen: bool
 ) -> None:

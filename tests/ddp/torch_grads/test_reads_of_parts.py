@@ -416,6 +416,7 @@ def shard(dtype: torch.dtype = torch.float32, **more: Any) -> ShardedGrad:
 def test_what_norms_are_asked_for() -> None:
     grad, flat = shard(), torch.arange(1.0, 8.0)
     vector = make_sharded_grad(flat.clone(), info_of((9,), 2, 9))
+    square = make_sharded_grad(torch.ones(4), info_of((3, 3), 2, 6))
     torch.testing.assert_close(grad.norm(dtype=torch.float64), flat.double().norm())
     torch.testing.assert_close(grad.norm(p=1), flat.norm(1))
     torch.testing.assert_close(torch.linalg.vector_norm(grad, 3, dtype=torch.float64), flat.double().norm(3))
@@ -438,10 +439,9 @@ def test_what_norms_are_asked_for() -> None:
         lambda: grad.max(),
         lambda: torch._foreach_max([grad]),
         lambda: torch.equal(grad, grad),
-        lambda: bool(grad),
-        lambda: float(grad),
-        lambda: int(grad),
-        lambda: torch.where(grad),
+        *(partial(kind, grad) for kind in (bool, float, int, torch.where)),
+        lambda: square.__setitem__(torch.ones(3, dtype=torch.bool), 0.0),  # of rows
+        lambda: square + make_sharded_grad(torch.ones(4), info_of((3, 3), 1, 5)),
         lambda: grad + shard(flat=True),
         lambda: torch.mul(grad, 2, out=torch.zeros(4, 3)),
         *(partial(getattr, grad, name) for name in ("T", "H", "mT", "mH")),
