@@ -647,6 +647,17 @@ def object_that_a_librarys_object_holds(model: nn.Module) -> Any:
     return lambda: other(torch.ones(1)), lambda: setattr(config, "unheard_of", 0.5)
 
 
+class OfALibrary(torch.utils.data.Dataset[int]):
+    """Methods that it has from the library may read any attribute, by names that no code here has."""
+
+
+@seen
+def attribute_that_a_librarys_method_may_read(model: nn.Module) -> Any:
+    held = OfALibrary()
+    held.unheard_of = 1.0  # type: ignore[attr-defined]
+    return lambda: held, lambda: setattr(held, "unheard_of", 0.5)
+
+
 @seen
 def frozen_parameter(model: nn.Sequential) -> Any:
     return lambda: model, lambda: model[0].weight.requires_grad_(False)
