@@ -181,6 +181,7 @@ def test_what_other_rooms_say_is_compared(monkeypatch: pytest.MonkeyPatch) -> No
 
 LOST: dict[str, tuple[Callable[[], Any], str]] = {
     "print": (lambda: print("loss"), "prints, which no replay would"),
+    "print among others": (lambda: (abs(1), max(1, 2), len(""), sum([1]), print("loss")), "prints, which no replay"),
     "input": (lambda: input(), "reads the keyboard"),
     "open": (lambda: open("losses"), "opens a file"),  # noqa: SIM115
     "breakpoint": (lambda: breakpoint(), "stops in a debugger"),
