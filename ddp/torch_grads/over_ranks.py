@@ -127,7 +127,7 @@ def norms(grads: Sequence[Tensor], shards: Sequence[ShardInfo], ord: float, dtyp
     Powers are summed over the ranks in fp64.
     """
     ord = float(ord)
-    everyone = everyone_of(next((shard for shard in shards if shard.is_slice), shards[0]))
+    everyone = everyone_of(shards[0])
     local, has_whole = _local_norms(grads, ord), shards[0].has_whole
     if math.isinf(ord):
         local = local if has_whole else local.amax()[None]

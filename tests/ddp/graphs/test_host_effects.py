@@ -14,6 +14,7 @@ from maingrad.ddp import (
     GraphedTrainingStep,
 )
 from maingrad.ddp.collectives.streams import is_capturing
+from maingrad.ddp.graphs.inputs import StaticInputs, check_outputs, detached_copies, signature
 from maingrad.ddp.graphs.step_options import StepOptions
 from maingrad.fsdp import fully_shard
 from maingrad.launch import simulate
@@ -403,3 +404,147 @@ def test_options_that_are_equal_are_one_kind_of_call() -> None:
     for make in (lambda last: {"a": [1, last]}, lambda last: [1, {"b": last}], lambda last: (last, "c")):
         assert key(make(2)) == key(make(2))
         assert key(make(2)) != key(make(3))
+    for each, another in ((torch.ones(2), torch.ones(2)), ({1}, {1})):
+        assert key(each) == key(each)
+        assert key(each) != key(another), "which may change in place"
+
+
+# ---- Arguments, results and options by themselves. ----
+
+CPU = torch.device("cpu")
+
+
+def test_arguments_that_differ_in_anything_are_another_kind_of_call() -> None:
+    x, y = torch.zeros(2, 3), torch.zeros(2, 3)
+    cases: list[Any] = [
+        (x, y),
+        (x, x),
+        (x,),
+        (x, y, 1),
+        (x, y, 2),
+        (1, x, y),
+        (x, y, 1.0),
+        (x, y, True),
+        (x, y, None),
+        (x, y, "1"),
+        (x, [y]),
+        (x, {"a": y}),
+        (x, {"b": y}),
+        (x, y.double()),
+        (x.double(), y),
+        (x, torch.zeros(2, 4)),
+        (x, torch.zeros(3, 2).t()),
+        (x, torch.zeros(2, 3, requires_grad=True)),
+        (x, torch.relu),
+        (x, torch.tanh),
+    ]
+    found = [signature(case) for case in cases]
+    for at, one in enumerate(found):
+        assert [other for other, two in enumerate(found) if one == two] == [at]
+    assert signature((torch.ones(2, 3), torch.ones(2, 3), 1)) == found[3]
+    assert signature((x, nn.Parameter(y, requires_grad=False))) == found[0], "a frozen one gets no gradient"
+
+
+def test_a_call_is_copied_to_where_the_capture_has_read_it() -> None:
+    row = torch.arange(3.0).expand(2, 3)
+    x, leaf = torch.zeros(2), torch.zeros(2, requires_grad=True)
+    inputs = StaticInputs(([x, 5], {"row": row, "again": x}, leaf), CPU)
+    held, named, of_leaf = inputs.args
+    assert held[1] == 5
+    assert named["again"] is held[0] and held[0] is not x
+    assert of_leaf.requires_grad and not held[0].requires_grad
+    for value in (1.0, 2.0):
+        x = torch.full((2,), value)
+        inputs.load(([x, 5], {"row": row + value, "again": x}, torch.full((2,), 3 * value)))
+        assert held[0].tolist() == [value] * 2
+        assert of_leaf.tolist() == [3 * value] * 2
+        assert torch.equal(named["row"], row + value)
+    named["row"].clone().add_(1)
+    inputs.check_unchanged("step")
+    for written in (held[0], named["row"]):
+        written.add_(1)
+        with pytest.raises(RuntimeError, match="step has written a tensor of shape"):
+            inputs.check_unchanged("step")
+        inputs.load(([x, 5], {"row": row, "again": x}, x))
+        inputs.check_unchanged("step")
+    assert named["row"][0, 0] != named["row"][0, 1], "no two elements share memory"
+    of_leaf.sum().backward()
+    with pytest.raises(RuntimeError, match=r"or its \.grad"):
+        inputs.check_unchanged("step")
+
+
+def test_results_are_copies_of_tensors_and_nothing_else_is_returned() -> None:
+    x = torch.ones(2, requires_grad=True)
+    found = detached_copies({"loss": x * 2, "nothing": None, "all": (x, [x])})
+    assert found["nothing"] is None
+    assert found["loss"].tolist() == [2, 2] and not found["loss"].requires_grad
+    for each in (found["all"][0], found["all"][1][0]):
+        assert torch.equal(each, x) and each.data_ptr() != x.data_ptr() and not each.requires_grad
+    check_outputs({"loss": x, "nothing": None}, "step")
+    for wrong in ((x, 1.0), ("text", x), {"loss": [x, x, 3]}):
+        with pytest.raises(TypeError, match=r"step returned a (float|str|int)"):
+            check_outputs(wrong, "step")
+
+
+def adam(**options: Any) -> tuple[torch.optim.Optimizer, StepOptions]:
+    """Two groups, of two parameters each, after a step."""
+    groups = [{"params": [nn.Parameter(torch.ones(2)) for _ in range(2)], "lr": lr} for lr in (0.5, 0.25)]
+    optimizer = torch.optim.AdamW(groups, **options)
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            param.grad = torch.ones(2)
+    optimizer.step()
+    return optimizer, StepOptions(optimizer, CPU)
+
+
+def test_a_capture_finds_each_groups_rate_on_the_device_and_leaves_options_as_they_were() -> None:
+    optimizer, options = adam()
+    options.load()
+    before = [dict(group) for group in optimizer.param_groups]
+    with options.in_device_memory():
+        rates = [group["lr"] for group in optimizer.param_groups]
+        assert [float(rate) for rate in rates] == [0.5, 0.25]
+        assert all(group["capturable"] is True for group in optimizer.param_groups)
+    assert [dict(group) for group in optimizer.param_groups] == before
+    for place, value in ((0, 2.0), (1, torch.tensor(4.0)), (1, 8.0)):
+        optimizer.param_groups[place]["lr"] = value
+        options.load()
+        assert float(rates[place]) == float(value)
+    for group in optimizer.param_groups:
+        with pytest.raises(RuntimeError, match="has changed a learning rate"), options.in_device_memory():
+            group["lr"] = 1.0
+        assert group["lr"] != 1.0
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))], "lr": 16.0})
+    options.load()
+    with options.in_device_memory():
+        assert [float(group["lr"]) for group in optimizer.param_groups] == [2.0, 8.0, 16.0]
+
+
+def test_every_parameters_state_is_brought_to_where_kernels_read_it() -> None:
+    optimizer, options = adam()
+    optimizer.state[optimizer.param_groups[0]["params"][0]]["note"] = "no tensor"
+    options.record_state()
+    kept = {param: dict(state) for param, state in optimizer.state.items()}
+    optimizer.load_state_dict(optimizer.state_dict())  # copies
+    for state in optimizer.state.values():
+        state["exp_avg"] = torch.full((2,), 7.0)
+    options.load()
+    for param, state in optimizer.state.items():
+        assert all(state[name] is value for name, value in kept[param].items() if name != "note")
+        assert state["exp_avg"].tolist() == [7, 7]
+
+
+def test_options_of_any_group_and_of_the_optimizer_are_another_kind_of_call() -> None:
+    optimizer, options = adam()
+    key = options.key()
+    optimizer.param_groups[1]["lr"] = 3.0
+    optimizer.param_groups[0]["initial_lr"] = 3.0
+    assert options.key() == key, "schedules change these"
+    for place in (0, 1):
+        optimizer.param_groups[place]["weight_decay"] += 1.0
+        assert options.key() != key
+        key = options.key()
+    for name in ("max_grad_norm", "skip_nonfinite"):
+        setattr(optimizer, name, True)
+        assert options.key() != key
+        key = options.key()

@@ -647,6 +647,17 @@ def object_that_a_librarys_object_holds(model: nn.Module) -> Any:
     return lambda: other(torch.ones(1)), lambda: setattr(config, "unheard_of", 0.5)
 
 
+class OfALibrary(torch.utils.data.Dataset[int]):
+    """Methods that it has from the library may read any attribute, by names that no code here has."""
+
+
+@seen
+def attribute_that_a_librarys_method_may_read(model: nn.Module) -> Any:
+    held = OfALibrary()
+    held.unheard_of = 1.0  # type: ignore[attr-defined]
+    return lambda: held, lambda: setattr(held, "unheard_of", 0.5)
+
+
 @seen
 def frozen_parameter(model: nn.Sequential) -> Any:
     return lambda: model, lambda: model[0].weight.requires_grad_(False)
@@ -690,6 +701,77 @@ def hook_of_a_module_that_is_removed(model: nn.Sequential) -> Any:
 @seen
 def hook_of_all_modules_that_is_removed(model: nn.Sequential) -> Any:
     return lambda: model, register_module_forward_hook(lambda *args: None).remove
+
+
+# ---- Where there are several. ----
+
+
+class Other:
+    of_other = 1.0
+
+
+class Both(Base, Other):
+    """A class of two bases, whose objects have two attributes."""
+
+    def __init__(self) -> None:
+        self.one, self.two = [1.0], [1.0]
+
+
+def of_several(name: str, make: Callable[[Any], tuple[Any, list[Callable[[], Any]]]]) -> None:
+    """Each of the changes is seen by itself."""
+    for number in range(2):
+
+        def one(model: nn.Module, number: int = number) -> Any:
+            function, changes = make(model)
+            return function, changes[number]
+
+        SEEN[f"{name}, {number}"] = one
+
+
+def objects(model: nn.Module) -> Any:
+    first, second = Both(), Both()
+    return lambda: (first.one, second), [changed_item(each.one) for each in (first, second)]
+
+
+def bases(model: nn.Module) -> Any:
+    made = Both()
+    changes = [
+        lambda: setattr(Base, "of_base", Base.of_base + 1),
+        lambda: setattr(Other, "of_other", Other.of_other + 1),
+    ]
+    return lambda: (made, made.of_base, made.of_other), changes
+
+
+def attributes(model: nn.Module) -> Any:
+    made = Both()
+    return lambda: (made.one, made.two), [changed_item(made.one), changed_item(made.two)]
+
+
+def items_of_a_tuple(model: nn.Module) -> Any:
+    held = ([1.0], [2.0])
+    return lambda: held, [changed_item(each) for each in held]
+
+
+def attributes_of_a_module(model: nn.Sequential) -> Any:
+    model[0].lists, model[0].more = [1.0], [2.0]  # type: ignore[assignment]
+    return lambda: model, [changed_item(model[0].lists), changed_item(model[0].more)]  # type: ignore[arg-type]
+
+
+def hooks(model: nn.Sequential) -> Any:
+    held = [1.0], [2.0]
+    for each in held:
+        model[0].register_forward_hook(lambda module, args, output, each=each: output * each[0])
+    return lambda: model(torch.ones(1, 2)), [changed_item(each) for each in held]
+
+
+def tables_of_another_module(model: nn.Module) -> Any:
+    other = nn.Sequential(nn.BatchNorm1d(2))
+    changes = [lambda: setattr(other[0], "running_mean", torch.ones(2)), lambda: other.add_module("more", nn.ReLU())]
+    return lambda: other(torch.ones(2, 2)), changes
+
+
+for each in (objects, bases, attributes, items_of_a_tuple, attributes_of_a_module, hooks, tables_of_another_module):
+    of_several(each.__name__, each)
 
 
 @pytest.fixture(autouse=True)

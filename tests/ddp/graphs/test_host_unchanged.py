@@ -181,6 +181,7 @@ def test_what_other_rooms_say_is_compared(monkeypatch: pytest.MonkeyPatch) -> No
 
 LOST: dict[str, tuple[Callable[[], Any], str]] = {
     "print": (lambda: print("loss"), "prints, which no replay would"),
+    "print among others": (lambda: (abs(1), max(1, 2), len(""), sum([1]), print("loss")), "prints, which no replay"),
     "input": (lambda: input(), "reads the keyboard"),
     "open": (lambda: open("losses"), "opens a file"),  # noqa: SIM115
     "breakpoint": (lambda: breakpoint(), "stops in a debugger"),
@@ -254,12 +255,13 @@ def test_draws_count_in_a_call_and_not_between_calls(name: str) -> None:
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 def test_beside_a_gpu_tensors_and_numbers_of_the_cpu_are_the_hosts(kind: str) -> None:
-    """Graphs hold their values. Without one they are the device's, which replays read and draw."""
-    table = torch.ones(2)
+    """Graphs hold their values. Without one they are the device's, which replays read, write and draw."""
+    table, of_device = torch.ones(2), torch.ones(2, device="meta")
     with torch.inference_mode():
         frozen = torch.ones(2)
-    state = look(lambda: (table, frozen), kind)
+    state = look(lambda: (table, frozen, of_device), kind)
     state.begin_call()
+    of_device.add_(1)
     assert (state.change(), state.draws()) == (None, None)
     table.add_(1)
     torch.rand(1)

@@ -513,5 +513,18 @@ def test_methods_that_torch_lacks_reach_each_class() -> None:
     optimizer = DistributedOptimizer(wrap(make_net()), 0.1, optimizer_class=First, param_groups=groups)
     assert optimizer.eval() == "first" and reached == ["first", "second"]
     assert optimizer.of_one_class() == 3
+    assert optimizer.defaults["lr"] == 0.1
     with pytest.raises(AttributeError, match="'DistributedOptimizer' object has no attribute 'absent'"):
         optimizer.absent()
+
+
+def test_a_state_without_an_option_of_one_class_has_its_default() -> None:
+    """``torch.optim.Muon`` has no ``split``; nor has what was saved before there was one."""
+    (ddp, optimizer), (_, other) = (build(torch.float32, {}) for _ in range(2))
+    train(ddp, optimizer, torch.float32, range(1))
+    state = optimizer.state_dict()
+    for group in state["param_groups"]:
+        group.pop("split", None)
+    other.load_state_dict(state)
+    splits = [group.get("split") for group in other.param_groups]
+    assert splits == [1 if cls is Muon else None for cls in other.classes_of_groups] and 1 in splits

@@ -203,3 +203,13 @@ def test_whole_weights_and_biases() -> None:
         fill[slot.start // (bucket.numel // 8)] += slot.spec.numel
     assert sorted(fill) == [9025 + 95] * 2 + [9025 + 2 * 95] * 4 + [2 * 9025] * 2
     assert bucket.numel == 8 * 18176
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_gradients_of_half_precision_are_summed_as_the_option_says(dtype: torch.dtype) -> None:
+    owned = find_owned_params(nn.Linear(4, 4, dtype=dtype))
+    for in_fp32 in (True, False):
+        config = DistributedDataParallelConfig(grad_reduce_in_fp32=in_fp32)
+        (buffer,) = plan_model(owned, config, shard_degree=1).buffers
+        assert buffer.param_dtype is dtype
+        assert buffer.grad_dtype is (torch.float32 if in_fp32 and dtype.itemsize == 2 else dtype)

@@ -6,6 +6,7 @@ from torch import nn
 
 from maingrad.ddp.plan.cut import Box
 from maingrad.ddp.plan.model_slice import ModelSlice, model_slice_of, set_model_slice, slice_of_blocks, slice_of_marks
+from maingrad.ddp.plan.owned_params import find_tensor_ranks, slices_of
 from maingrad.launch import simulate
 
 
@@ -95,3 +96,19 @@ def test_what_is_said_of_a_parameter_fits_it():
         set_model_slice(nn.Parameter(torch.zeros(4, 5)), found)
     with pytest.raises(ValueError, match="partition_stride = 4 does not divide the 6 rows"):
         slice_of_marks(_marked((4, 6), tensor_model_parallel=True, partition_dim=1, partition_stride=4), None)
+
+
+def test_experts_and_slices_over_one_rank_say_nothing_of_tensor_parallel_ranks():
+    def told():
+        everyone, rank = torch.distributed.group.WORLD, torch.distributed.get_rank()
+        alone = torch.distributed.new_group([rank], use_local_synchronization=True)
+        model = nn.ModuleDict({name: nn.Linear(3, 4, bias=False) for name in ("expert", "whole", "cut")})
+        model["expert"].weight.allreduce = False
+        for name, group in (("expert", everyone), ("whole", alone)):
+            set_model_slice(model[name].weight, slice_of_blocks((4 * group.size(), 3), 0, [4 * group.size()], group, 0))
+        first = find_tensor_ranks(model, None)
+        set_model_slice(model["cut"].weight, slice_of_blocks((8, 3), 0, [8], everyone, rank))
+        ranks = find_tensor_ranks(model, None)
+        return first, ranks.ranks, sorted(slices_of(model, ranks))
+
+    assert simulate(told, 2) == [(None, [0, 1], ["cut.weight", "whole.weight"])] * 2

@@ -127,6 +127,60 @@ def test_fp32_gradients_of_bf16_parameters_are_main_grad_itself_until_the_next_i
     assert all(parameter.grad_dtype is torch.bfloat16 for parameter in ddp.parameters())
 
 
+CHANGES: dict[str, Callable[[nn.Parameter], object]] = {
+    "none": lambda param: None,
+    "in place": lambda param: param.grad.mul_(3.0),
+    "other memory": lambda param: setattr(param.grad, "data", param.grad.data * 3.0),
+    "another tensor": lambda param: setattr(param, "grad", param.grad * 3.0),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.sampled(8)
+def test_a_later_backward_adds_to_what_a_program_has_made_of_copies(change: str, overlap: bool) -> None:
+    """Of copies in bf16 which are as they were the fp32 sum goes on, with all of its bits."""
+    net = nn.Linear(8, 4).bfloat16()
+    plain = plain_twin(net)
+    ddp = wrap(net, overlap_grad_reduce=overlap)
+    first, second, third = make_batches(3, torch.bfloat16)
+    with ddp.no_sync():
+        loss_of(ddp, first).backward()
+    loss_of(ddp, second).backward()
+    assert all(param.grad.norm() > 0 for param in net.parameters())
+    expected = [param.main_grad.clone() for param in net.parameters()]
+    assert any(not torch.equal(grad, grad.bfloat16()) for grad in expected)
+    for param in net.parameters():
+        CHANGES[change](param)
+    if change != "none":
+        expected = [(grad.bfloat16() * 3.0).float() for grad in expected]
+    loss_of(ddp, third).backward()
+    ddp.finish_grad_sync()
+    loss_of(plain, third).backward()
+    for param, grad, last in zip(net.parameters(), expected, plain.parameters(), strict=True):
+        torch.testing.assert_close(param.main_grad, grad + last.grad.float(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_where_no_backward_was_the_last_finish_grad_sync_has_the_step_taken(sharded: bool) -> None:
+    """All microbatches were under ``no_sync``: nothing is in ``.grad`` before."""
+    ddp = wrap(make_model(), use_distributed_optimizer=sharded)
+    plain = plain_twin(ddp.module)
+    batches = make_batches(2)
+    with ddp.no_sync():
+        plain_backward(ddp, batches)
+    assert all(param.grad is None for param in ddp.parameters())
+    ddp.finish_grad_sync()
+    plain_backward(plain, batches)
+    if sharded:
+        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e3)
+        torch.testing.assert_close(torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1e3), norm)
+        return
+    for model in (ddp, plain):
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    assert_same(weights(ddp), weights(plain))
+
+
 def test_an_optimizer_of_another_model_is_left_alone() -> None:
     ddp, other = wrap(make_model()), plain_twin(make_model())
     optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
@@ -167,11 +221,23 @@ def test_copies_that_were_exposed_follow_scaled_buckets(scale: Callable[[Any], o
     assert_same(plain_grads(ddp.module), main_grads(ddp))
 
 
+def test_a_change_of_a_copy_is_in_a_copy_of_another_dtype() -> None:
+    net = nn.Linear(8, 4).bfloat16()
+    ddp = wrap(net)
+    ddp_backward(ddp, make_batches(2, torch.bfloat16))
+    ddp.expose_grads()
+    net.weight.grad.mul_(2.0)
+    expected = net.weight.grad.float()
+    ddp.expose_grads(torch.float32)
+    assert torch.equal(net.weight.grad, expected)
+
+
 # ---- GradScaler. ----
 
 
 @pytest.mark.parametrize("called", [True, False])
 @pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.sampled(4)
 def test_grad_scaler_skips_a_step_with_inf_and_trains_as_in_plain_pytorch(fused: bool, called: bool) -> None:
     model = make_model()
     plain = plain_twin(model)
@@ -333,6 +399,7 @@ def test_calling_the_inner_module_gives_the_same_gradients() -> None:
 
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("reads", [False, True])
+@pytest.mark.sampled(4)
 def test_the_inner_module_goes_backward_twice_or_says_why_not(reads: bool, sharded: bool) -> None:
     """A read between two backwards that the wrapper does not see would be the last that is right."""
     model = make_model(fuse=False)
@@ -366,6 +433,7 @@ class _HeadOutside(nn.Module):
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.sampled(8)
 def test_a_head_that_is_called_outside_of_the_wrapper_goes_backward_twice(
     overlap: bool, sharded: bool, frozen: bool
 ) -> None:

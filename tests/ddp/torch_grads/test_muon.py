@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer, Lion, Muon
-from maingrad.ddp.torch_grads.muon import alike
+from maingrad.ddp.torch_grads.muon import alike, steps_of, update_flops
 from maingrad.fsdp import fully_shard
 from maingrad.launch import simulate
 
@@ -244,6 +244,14 @@ def test_state_dicts_go_to_and_from_torch() -> None:
 def test_refusals(shape: tuple[int, ...], options: dict[str, Any], word: str) -> None:
     with pytest.raises(ValueError, match=word):
         Muon([nn.Parameter(torch.zeros(shape))], **options)
+
+
+def test_steps_and_work_of_an_update() -> None:
+    """One triple is taken ``ns_steps`` times; each matrix of a stack is one more."""
+    group: dict[str, Any] = {"ns_coefficients": (3.0, -4.0, 2.0), "ns_steps": 3, "split": 1}
+    assert len(steps_of(group)) == 3
+    assert update_flops((4, 8, 6), group) == 4 * update_flops((8, 6), group)
+    Muon([nn.Parameter(torch.zeros(8, 6))], ns_coefficients=(3.0, -4.0, 2.0), ns_steps=3)
 
 
 def test_options_of_a_group_and_complex_matrices_are_refused() -> None:

@@ -193,6 +193,7 @@ def test_whole_parameters_of_a_sharded_model_are_refused_and_shards_are_not() ->
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.sampled(4)
 def test_values_are_clipped_in_this_ranks_parts(sharded: bool, overlap: bool) -> None:
     """The parts are reduced when a program takes them, though nothing has finished the reduction before."""
 
@@ -239,7 +240,7 @@ def cancelled(params: list[Any]) -> None:
 @pytest.mark.parametrize("change", [replaced, replaced_after_a_read, replaced_before_a_read_of_another, cancelled])
 @pytest.mark.parametrize("sharded", [False, True, None])
 @pytest.mark.parametrize("scales", [False, True])
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(24)
 def test_what_is_put_into_grad_before_our_clipping_is_clipped(
     scales: bool, sharded: bool | None, change: Callable[[list[Any]], None]
 ) -> None:

@@ -96,7 +96,7 @@ WRITES = (no_grad, through_data, data_set, all_at_once)
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("write", WRITES)
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(16)
 def test_what_is_written_to_masters_reaches_all_ranks_or_is_refused(
     write: Callable[[Job], None], dtype: torch.dtype, overlap: bool
 ) -> None:
@@ -184,6 +184,7 @@ def test_the_other_remedy_writes_parameters() -> None:
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("moment", ["at once", "after a read"])
+@pytest.mark.sampled(4)
 def test_a_whole_gradient_that_is_put_in_place_of_another_is_stepped(moment: str, overlap: bool) -> None:
     def program(job: Job) -> list[Tensor]:
         for step in range(3):

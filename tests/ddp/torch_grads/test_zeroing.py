@@ -174,6 +174,7 @@ def test_zero_grad_after_a_backward_for_something_else_discards_it(name: str, ra
 
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.sampled(6)
 def test_optimizer_zero_grad_between_microbatches_discards(name: str, set_to_none: bool) -> None:
     """After a backward under ``no_sync`` gradients are in main_grad alone, and ``.grad`` is None already."""
     ddp = wrap(make_model())
@@ -269,6 +270,7 @@ def test_what_needs_reduced_gradients_finishes_their_reduction(overlap: bool) ->
 
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.sampled(4)
 def test_buckets_in_flight_are_scaled_or_zeroed_when_they_arrive(ranks: int, sharded: bool) -> None:
     batches = make_batches(2 * ranks, torch.float64)
 
@@ -322,6 +324,7 @@ def discard_one(net: Any, end: int) -> None:
 
 @pytest.mark.parametrize("reads", [True, False])
 @pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.sampled(4)
 def test_one_layers_gradients_are_discarded_after_a_read_and_the_others_go_on(overlap: bool, reads: bool) -> None:
     """Or before one, when their reduction may be under way."""
     net = TwoEnds()
@@ -370,6 +373,16 @@ def test_a_parameter_without_a_use_has_zeros() -> None:
     ddp(make_batches(1)[0], 0).square().mean().backward()
     assert net.ends[1].weight.grad is not None and net.ends[1].bias.grad is None
     assert not net.ends[1].weight.grad.any()
+
+
+def test_what_was_put_there_by_hand_where_backward_brings_nothing_is_refused() -> None:
+    """And not replaced by the gradient that is shown: it would be lost."""
+    net = TwoEnds()
+    ddp = wrap(net)
+    net.ends[1].weight.grad = torch.ones(4, 8)
+    ddp(make_batches(1)[0], 0).square().mean().backward()
+    with pytest.raises(RuntimeError, match=r"'ends\.1\.weight' was put into \.grad by hand.*add_grad\(param, grad\)"):
+        nn.utils.clip_grad_norm_([net.ends[0].weight], 1.0)
 
 
 @pytest.mark.parametrize("sharded", [False, True])
@@ -429,6 +442,7 @@ def test_what_came_in_a_backward_that_raised_is_not_shown_in_a_later_iteration()
 @pytest.mark.parametrize("reads", [False, True])
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("microbatch", [False, True])
+@pytest.mark.sampled(16)
 def test_gradients_may_be_cleared_between_a_forward_and_its_backward(
     microbatch: bool, overlap: bool, reads: bool, sharded: bool
 ) -> None:

@@ -139,7 +139,7 @@ def norms_of(way: str) -> list[str]:
         muon = torch.optim.Muon(whole.parameters())
         return [
             refusal(lambda: torch.nn.utils.clip_grad_norm_(params, 1.0), RuntimeError),
-            refusal(lambda: torch.nn.utils.get_total_norm([param.grad for param in params]), RuntimeError),
+            refusal(lambda: torch.nn.utils.get_total_norm([param.grad for param in params[::-1]]), RuntimeError),
             refusal(lambda: model.up.weight.grad.norm(), RuntimeError),
             refusal(lambda: scaler.unscale_(optimizer), RuntimeError),
             refusal(muon.step, RuntimeError),
