@@ -66,6 +66,15 @@ def test_report_of_an_interrupted_run_draws_what_is_there(tmp_path: Path, capsys
     assert capsys.readouterr().out.split() == [str(tmp_path / "loss.png")]
 
 
+def test_all_that_is_damaged_is_said_and_what_is_missing_is_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "step", "step": 1, "loss": "low"}\n{"kind": "step"\n')
+    print_report(tmp_path)
+    said = capsys.readouterr().err.splitlines()
+    assert [line.split(": ")[:2] for line in said] == [["maingrad", "left out"]] * 3
+    for what in ("line 1: loss of a step record is no number", "line 2: no record", "resolved_config.json' is missing"):
+        assert sum(what in line for line in said) == 1, said
+
+
 @pytest.mark.parametrize(("gap", "side"), [(0.25, "below"), (-0.25, "above")])
 def test_the_picture_says_on_which_side_of_the_bigram_model_a_run_has_ended(
     gap: float, side: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

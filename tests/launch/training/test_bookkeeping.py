@@ -24,6 +24,7 @@ from maingrad.launch.config.run import Config, ConfigError
 from maingrad.launch.data.batches import load_corpus
 from maingrad.launch.training import run_state
 from maingrad.launch.training import train as loop
+from maingrad.launch.training.loading import validation_batch
 from maingrad.launch.training.metrics import MetricsWriter, read_metrics
 from maingrad.launch.training.run_state import (
     RunSaver,
@@ -65,11 +66,13 @@ class Heard:
 # ---- Steps that are logged, recorded and validated. ----
 
 
-def test_the_last_step_is_logged_and_saved_whatever_its_number(tmp_path: Path):
+def test_the_last_step_is_logged_and_saved_whatever_its_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(loop, "peak_nbytes", lambda device: {"cpu": 4321}[device.type])
     result = train(config_of(tmp_path, train={"steps": 5, "log_every": 2, "save_every": 4, "eval_every": 100}))
     assert [record["step"] for record in records(tmp_path, "step")] == [2, 4, 5]
     assert [record["step"] for record in records(tmp_path, "checkpoint")] == [4, 5]
     assert len(result.losses) == 3 and result.losses[-1] < result.losses[0]
+    assert records(tmp_path, "final")[0]["peak_memory_bytes"] == 4321
 
 
 @pytest.mark.in_turn
@@ -114,6 +117,18 @@ def test_a_validation_is_in_evaluation_without_graph_and_sees_documents(
     assert set(seen) == {(True, True, True), (False, False, True)}
     assert [each for each, _, _ in seen] == [True, True, False, True, False]
     assert result.validation_loss is not None and result.validation_loss < 10.0
+
+
+def test_a_validation_is_of_all_its_sequences_however_many_forwards_they_take(tmp_path: Path):
+    """Two ranks with three and with two of them, and two in a forward: the second rank's last forward has none."""
+    settings = {"steps": 1, "num_microbatches": 6, "eval_sequences": 5}
+    config = config_of(tmp_path, model={"init_std": 0.2}, train=settings, optimizer={"warmup_steps": 0})
+    result, _ = simulate(train, 2, config)
+    windows = validation_batch(config, load_corpus(config.data, sequence_length=24))
+    assert len(windows.inputs) == 5
+    with torch.no_grad():
+        expected = float(result.model.eval()(windows.inputs, windows.targets))
+    assert result.validation_loss == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_batch_without_a_target_is_a_step(tmp_path: Path):

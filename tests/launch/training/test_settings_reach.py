@@ -157,7 +157,8 @@ def test_numbers_of_parameters_are_those_of_whole_ones(tmp_path: Path):
 
 
 def test_whole_weights_have_the_dtype_of_computation_and_buffers(tmp_path: Path):
-    """The same digest whatever is sharded; ranks that want nothing take part, and get nothing."""
+    """The same digest whatever is sharded, and another one of other weights; ranks that want nothing take part, and get
+    nothing."""
     expected = loaded(tiny_config(tmp_path, model=BF16))
 
     def found(config: Config) -> Any:
@@ -172,3 +173,5 @@ def test_whole_weights_have_the_dtype_of_computation_and_buffers(tmp_path: Path)
             assert all(weights[name].dtype is each.dtype and weights[name].equal(each) for name, each in wanted.items())
             digests.add(digest)
     assert len(digests) == 1
+    ((_, other, _),) = simulate(found, 1, tiny_config(tmp_path, model=BF16, train={"seed": 1}))
+    assert other not in digests
