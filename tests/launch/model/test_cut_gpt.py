@@ -27,6 +27,8 @@ SHAPE: dict[str, Any] = {
     "fuse_wgrad_accumulation": False,
 }
 LENGTH = 12
+BORDERS = [0, 64, 65, 128, 129, 130, 194, 195, 256]
+"""First and last words of two and of four ranks."""
 
 
 def build(**changes: Any) -> GPT:
@@ -37,6 +39,7 @@ def tokens() -> tuple[Tensor, Tensor, Tensor]:
     """Inputs, targets and positions of two documents a row; equally many targets count in each half of a row."""
     draw = torch.Generator().manual_seed(0)
     inputs, targets = (torch.randint(0, 257, (3, LENGTH), generator=draw) for _ in range(2))
+    inputs[0, : len(BORDERS)] = targets[1, 2 : 2 + len(BORDERS)] = torch.tensor(BORDERS)
     targets[:, ::6] = -100
     return inputs, targets, torch.arange(LENGTH).remainder(7).expand(3, -1)
 
@@ -95,6 +98,22 @@ def test_a_fused_loss_has_the_logits_of_one_chunk():
         assert sum(rows) == 2 * inputs.numel(), "backward computes them again"
 
     simulate(job, 2)
+
+
+def test_losses_of_bf16_logits_are_fp32():
+    inputs, targets, _ = tokens()
+
+    def job() -> list[float]:
+        losses = []
+        for fused_loss in (False, True):
+            model = build(param_dtype="bfloat16", fused_loss=fused_loss, init_std=0.2)
+            cut_gpt(model, dist.group.WORLD)
+            losses.append(model(inputs, targets).detach())
+            assert losses[-1].dtype is torch.float32
+        return list(map(float, losses))
+
+    for plain, fused in simulate(job, 2):
+        assert fused == pytest.approx(plain, rel=1e-6)
 
 
 @pytest.mark.in_turn

@@ -1,6 +1,7 @@
 """What an argument of the Trainer reaches, in one process: the wrapper, the units, the optimizer, a step, a save."""
 
 import logging
+import pickle
 import sys
 import types
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from maingrad.fsdp import FSDPModule, MixedPrecisionPolicy
 from maingrad.launch import simulate
 from maingrad.launch.training.hugging_face import Trainer, trainer, wrapping
 from maingrad.launch.training.hugging_face.refused import check_optimizer
+from maingrad.launch.training.hugging_face.step_graph import _why_not
 from maingrad.launch.training.hugging_face.wrapping import shard, whole_weights
 from maingrad.te_integration.dense.linear import LinearModule
 
@@ -127,6 +129,18 @@ def test_where_nothing_decays_there_is_one_group(tmp_path: Path, monkeypatch: py
     made = build("zero1", tmp_path, {}, language_model())
     monkeypatch.setattr(made, "get_decay_parameter_names", lambda model: [])
     assert [group["weight_decay"] for group in made.create_optimizer().param_groups] == [0.0]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_is_frozen_is_in_no_group(form: str, tmp_path: Path) -> None:
+    model = language_model()
+    model.model.embed_tokens.requires_grad_(False)
+    made = build(form, tmp_path, {"weight_decay": 0.25}, model, muon={"lr": 0.02})
+    groups = made.create_optimizer().param_groups
+    trained = [param for param in made.model.parameters() if param.requires_grad]
+    assert {group["weight_decay"] for group in groups if group["params"]} == {0.25, 0.0}
+    if form == "fsdp":
+        assert sum(len(group["params"]) for group in groups) == len(trained) == 20
 
 
 def test_an_evaluation_before_training_shards_the_model(tmp_path: Path) -> None:
@@ -286,9 +300,20 @@ def test_a_librarys_own_step_stays_eager(
     with caplog.at_level(logging.INFO):
         made.train()
     assert (f"their_trainers.Theirs.{name} may keep numbers on the host" in caplog.text) is library
+    made.__class__ = type("Mine", (type(made),), {name: own, "__module__": __name__})
+    assert (_why_not(made) is not None) is library, "a program's own calls the library's"
 
 
 # ---- Generation and saves. ----
+
+
+def test_the_schedule_of_a_checkpoint_runs_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = build("ddp", tmp_path, {}, language_model())
+    made.lr_scheduler = types.SimpleNamespace(load_state_dict=lambda state: None)
+    monkeypatch.setattr(trainer, "load_checkpoint", lambda *given: None)
+    torch.save({"path": tmp_path}, tmp_path / "scheduler.pt")
+    with pytest.raises(pickle.UnpicklingError, match="weights_only"):
+        made._load_optimizer_and_scheduler(str(tmp_path))
 
 
 def test_encoders_that_generate_calls_alone_have_whole_weights() -> None:
