@@ -7,6 +7,8 @@ import subprocess
 import sys
 import time
 import types
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +140,15 @@ def test_what_a_run_is_given_and_how_it_ends(
     def draw(folder: Path) -> None:
         given.append(folder)
 
+    @contextmanager
+    def group(device: str) -> Iterator[None]:
+        before.append(device)
+        yield
+
+    before: list[str] = []
+    runtime = "maingrad.launch.training.runtime"
+    monkeypatch.setattr(f"{runtime}.let_kernels_start_beside_host_memory", lambda: before.append("memory"))
+    monkeypatch.setattr(f"{runtime}.process_group_from_env", group)
     monkeypatch.setattr("maingrad.launch.training.train.train", train)
     monkeypatch.setattr("maingrad.launch.simulation.simulate.simulate", simulate)
     monkeypatch.setattr("maingrad.launch.report.page.print_report", draw)
@@ -156,6 +167,8 @@ def test_what_a_run_is_given_and_how_it_ends(
     given[:] = [None, None]
     assert main(["train", toml, "--train.device", "cpu"]) == wanted
     assert given[3:] == [], "rank 0 alone draws"
+    assert main(["train", toml]) in (0, 130)
+    assert before == ["memory", "cpu", "memory", "cpu", "memory", "cuda"], "memory is taken before CUDA is used"
 
 
 @pytest.mark.in_turn

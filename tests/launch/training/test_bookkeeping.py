@@ -257,6 +257,10 @@ def test_the_demonstration_is_compared_with_the_bigram_model(tmp_path: Path):
         config = config_of(tmp_path, data=data | other, train={"steps": 1}, optimizer={"warmup_steps": 0})
         assert train(config, display=Heard()).bigram_loss is None  # type: ignore[arg-type]
         assert "nats_below_bigram" not in records(tmp_path, "final")[0]
+    of_another_rank: Any = SimpleNamespace(
+        runtime=SimpleNamespace(is_main=False), config=config_of(tmp_path, data=data)
+    )
+    assert Trainer._bigram_loss(of_another_rank) is None
 
 
 # ---- Saves. ----
