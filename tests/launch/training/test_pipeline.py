@@ -3,6 +3,7 @@
 import itertools
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -243,3 +244,28 @@ def test_activations_travel_to_the_next_stage_and_gradients_back(tmp_path: Path,
     (planned,) = exchanges_of(config, 3)  # of a step, and of a stage in the middle
     assert (planned.ranks, planned.calls, planned.nbytes) == (3, 6, 6 * activations)
     assert moved == {0: [activations] * 10, 1: [activations] * 19, 2: [activations] * 9}
+
+
+@pytest.mark.parametrize(("named", "active"), [(True, True), (False, True), (False, False)])
+def test_an_error_that_names_its_stage_or_is_no_ranks_is_the_programs_own(named: bool, active: bool):
+    """Others tell which ranks are gone."""
+    failed, reported = RuntimeError("of the schedule"), RuntimeError("a report")
+    failed.__cause__ = ValueError("too hot") if named else None
+
+    def step(*tokens: torch.Tensor, **others: Any) -> None:
+        raise failed
+
+    said: list[Any] = []
+    failures = SimpleNamespace(
+        active=active, report=lambda error, what, seconds: said.append((error, what)) or reported
+    )
+    runtime = SimpleNamespace(stage=SimpleNamespace(is_first=True))
+    trainer: Any = SimpleNamespace(
+        runtime=runtime, recipe=None, _schedule=SimpleNamespace(step=step), wrapped=SimpleNamespace(failures=failures)
+    )
+    tokens = torch.zeros(1, 1, 2)
+    with pytest.raises(RuntimeError) as raised:
+        PipelinedTrainer._run_microbatches(trainer, tokens, tokens, torch.ones(1), None)
+    told = active and not named
+    assert raised.value is (reported if told else failed)
+    assert said == ([(failed, "tensors of another stage")] if told else [])
