@@ -304,6 +304,19 @@ def test_a_librarys_own_step_stays_eager(
     assert (_why_not(made) is not None) is library, "a program's own calls the library's"
 
 
+def test_a_training_that_fails_frees_its_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, freed = build("zero1", tmp_path, {}, language_model()), list[bool]()
+
+    def fail(*args: Any, **options: Any) -> None:
+        raise RuntimeError("of the loop")
+
+    monkeypatch.setattr(transformers.Trainer, "train", fail)
+    monkeypatch.setattr(made._graph, "reset", lambda: freed.append(True))
+    with pytest.raises(RuntimeError, match="of the loop"):
+        made.train()
+    assert freed == [True]
+
+
 # ---- Generation and saves. ----
 
 
@@ -332,6 +345,9 @@ def test_encoders_that_generate_calls_alone_have_whole_weights() -> None:
         made: Any = shard(model(), {"T5Block"}, {}, MixedPrecisionPolicy())
         found = made.generate(prompt, max_new_tokens=4).tolist()
         marked = all(module._is_fsdp_managed_module for module in made.modules())
+        assert made.shared.weight.numel() < 24 * 8
+        with pytest.raises(ValueError, match="max_new_tokens"):
+            made.generate(prompt, max_new_tokens=0)
         return found, marked, made.shared.weight.numel() == 24 * 8
 
     assert simulate(generated, 2) == [(expected, True, False)] * 2
