@@ -304,6 +304,36 @@ def test_a_librarys_own_step_stays_eager(
     assert (_why_not(made) is not None) is library, "a program's own calls the library's"
 
 
+def test_microbatches_of_any_kind_wait_for_the_last_one(tmp_path: Path) -> None:
+    """Those that are no dicts too, which a program's own ``_prepare_inputs`` may give; a number becomes a tensor."""
+    made, ran = build("ddp", tmp_path, {}, language_model()), list[Any]()
+    graph: Any = made._graph
+
+    def step(batches: list[Any], num_items: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        ran.append((batches, num_items))
+        return torch.tensor(7.0), torch.tensor(8.0)
+
+    graph._step = step
+    for _ in range(2):
+        assert float(graph.microbatch([torch.ones(2)], 5, last=False)) == 0.0
+        assert float(graph.microbatch({"input_ids": torch.ones(3)}, 5, last=True)) == 7.0
+        assert float(graph.norm) == 8.0 and not made.accelerator.sync_gradients
+    for batches, num_items in ran:
+        assert [type(batch) for batch in batches] == [list, dict]
+        assert isinstance(num_items, torch.Tensor) and int(num_items) == 5
+    assert len(ran) == 2
+
+
+@pytest.mark.in_turn
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.sampled(1)
+def test_a_trainer_trains_again(form: str, tmp_path: Path) -> None:
+    """With the model as it is by then, and an optimizer of its own."""
+    made = build(form, tmp_path, {"max_steps": 3, "warmup_steps": 0}, language_model(), cuda_graph=False)
+    first, second = (made.train().training_loss for _ in range(2))
+    assert second < first - 0.05 and made.state.global_step == 3
+
+
 def test_a_training_that_fails_frees_its_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made, freed = build("zero1", tmp_path, {}, language_model()), list[bool]()
 
