@@ -168,6 +168,7 @@ def test_weight_gradients_wait_where_the_schedule_has_slots_for_them(tmp_path: P
 
     def spied(self: PipelinedTrainer, config: Config, *others: Any) -> None:
         make(self, config, *others)
+        assert self.graphed is None, "the host runs the schedule"
         schedule: Any = self._schedule
         stage = schedule._stages[0] if hasattr(schedule, "_stages") else schedule._stage
         stage.queue.log = []
@@ -238,6 +239,11 @@ def test_activations_travel_to_the_next_stage_and_gradients_back(tmp_path: Path,
     monkeypatch.setattr(SimulatedProcessGroup, "send", spied)
     config = config_of(tmp_path, "ddp", mesh={"pp": 3}, train={"steps": 3, "eval_every": 3, "eval_sequences": 1})
     simulate(train, 3, config)
+    (observed,), (timeline,) = records(config, "observed"), records(config, "timeline")
+    kinds = [record["kind"] for record in read_metrics(Path(config.train.out_dir) / "metrics.jsonl")]
+    assert kinds[:3] == ["step", "observed", "timeline"], "recorded into the second step's first forward"
+    assert (observed["microbatches_no_sync"], observed["microbatches_synced"]) == (2, 1)
+    assert (len(timeline["forwards"]), len(timeline["backwards"])) == (4, 3)
     activations = 8 * 24 * 32 * 4
     moved = {rank: [each for each in nbytes if each >= activations] for rank, nbytes in sent.items()}
     # Three steps of three microbatches, and a validation of one.
