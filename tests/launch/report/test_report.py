@@ -1,6 +1,8 @@
 """Records, the picture of the loss, and what is shown while a run trains."""
 
+import io
 import math
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -157,6 +159,14 @@ def test_each_record_is_a_line(capsys: pytest.CaptureFixture[str]):
     assert first == "data: a text"
     assert steps[0] == "step    50/200  loss 2.5000  lr 1.00e-03  31.2k tokens/s  ETA 3:00"
     assert steps[1].startswith("step   200/200") and steps[1].endswith("ETA 0:00")
+
+
+def test_a_line_is_seen_at_once(monkeypatch: pytest.MonkeyPatch):
+    """In a file or a pipe too, which have buffers."""
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BufferedWriter(raw), encoding="utf-8"))
+    Display().update(STATUS)
+    assert raw.getvalue().startswith(b"step    50/200  loss 2.5000")
 
 
 def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str]):

@@ -341,6 +341,24 @@ def test_saves_are_written_in_the_background_or_not(tmp_path: Path, background: 
     ]
 
 
+@pytest.mark.parametrize("is_main", [True, False])
+@pytest.mark.parametrize(("done", "failed"), [(True, False), (True, True), (False, False)])
+def test_the_first_rank_says_and_deletes_once_a_save_has_succeeded(
+    tmp_path: Path, is_main: bool, done: bool, failed: bool, monkeypatch: pytest.MonkeyPatch
+):
+    deleted, said = list[int](), list[str]()
+    monkeypatch.setattr(RunSaver, "_delete", lambda self, newest: deleted.append(newest))
+    wrapped: Any = None  # nothing of the model is needed
+    pending: Any = SimpleNamespace(done=lambda: done, failed=lambda: failed, wait=lambda: None)
+    saver = RunSaver(config_of(tmp_path), wrapped, is_main=is_main, say=said.append)
+    saver._pending, saver._step = pending, 7
+    for _ in range(2):
+        saver.look()
+    saver.finish()
+    once = 1 if is_main and done and not failed else 0
+    assert (deleted, len(said)) == ([7] * once, once)
+
+
 def test_a_save_under_way_does_not_hold_up_a_run_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     given_up: list[Any] = []
 
