@@ -14,6 +14,7 @@ from maingrad.launch import simulate
 from maingrad.launch.config.run import ModelConfig
 from maingrad.launch.model.cut_gpt import cut_gpt
 from maingrad.launch.model.gpt import GPT, build_model
+from maingrad.launch.model.loss import find_padding
 from maingrad.launch.parallelizing.exchanges import ContextRanks
 
 SHAPE: dict[str, Any] = {
@@ -138,6 +139,22 @@ def test_a_prompt_may_be_on_an_earlier_rank(ring: bool):
             torch.testing.assert_close(total, of_whole.detach(), rtol=1e-5, atol=1e-6)
 
     simulate(job, 2)
+
+
+@pytest.mark.parametrize("ring", [False, True])
+def test_other_samples_do_not_say_what_is_padding(ring: bool):
+    """Of two pairs of ranks that each have a sequence, whose last targets are at other places."""
+
+    def job() -> int:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+        context = ContextRanks(mesh["cp"].get_group(), ring)
+        targets = torch.full((1, LENGTH), -100)
+        targets[0, : (3, 10)[mesh.get_local_rank("dp")]] = 1
+        padding = find_padding(context.own(targets, 1), context)
+        dist.all_reduce(count := padding.sum(), group=mesh["cp"].get_group())
+        return int(count)
+
+    assert simulate(job, 4) == [LENGTH - 3] * 2 + [LENGTH - 10] * 2
 
 
 def grads(model: GPT) -> list[Tensor]:

@@ -325,8 +325,8 @@ def test_microbatches_of_any_kind_wait_for_the_last_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.in_turn
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.sampled(1)
+@pytest.mark.parametrize("form", ["fsdp", "zero1", "ddp"])
+@pytest.mark.sampled(2)
 def test_a_trainer_trains_again(form: str, tmp_path: Path) -> None:
     """With the model as it is by then, and an optimizer of its own."""
     made = build(form, tmp_path, {"max_steps": 3, "warmup_steps": 0}, language_model(), cuda_graph=False)
