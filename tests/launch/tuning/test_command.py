@@ -106,6 +106,19 @@ def test_mistakes_are_answered_in_a_line(
     assert not list(tmp_path.iterdir())
 
 
+def test_what_is_asked_for_is_measured_on_the_gpu_of_the_process(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(tune_kernels, "tune", lambda *given: measured.append(given))
+    asked = ["--ops", OP, "--shapes", "2x32x16x16", "1x32x16x16", "--out-dir", str(tmp_path)]
+    assert main(["tune", *asked]) == 0
+    assert measured == [([((2, 32, 16, 16), (OP,))], torch.device("cuda", 3), tmp_path, print)]
+    assert capsys.readouterr().out.strip() == str(tmp_path / "tuned.csv")
+
+
 @pytest.mark.gpu
 @pytest.mark.timeout(600)  # every configuration is compiled
 def test_on_a_gpu_every_configuration_is_right_and_timed(tmp_path: Path) -> None:
