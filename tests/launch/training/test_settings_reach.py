@@ -64,6 +64,23 @@ def test_each_block_is_compiled_by_the_backend_and_the_gpts_without_a_break(
     assert compiled == []
 
 
+@pytest.mark.parametrize(
+    ("how", "blocks", "attentions"),
+    [
+        ({}, [False, False], [False, False]),
+        ({"recompute": "blocks"}, [True, True], [False, False]),
+        ({"recompute": "operators", "recompute_every": 2}, [True, False], [False, False]),
+        ({"recompute": "attention"}, [False, False], [True, True]),
+    ],
+)
+def test_activations_are_computed_again_where_the_run_says(
+    tmp_path: Path, how: dict[str, Any], blocks: list[bool], attentions: list[bool]
+):
+    model = loaded(tiny_config(tmp_path, train=how))
+    assert ["forward" in vars(block) for block in model.blocks] == blocks
+    assert ["forward" in vars(block.attention) for block in model.blocks] == attentions
+
+
 @pytest.mark.parametrize("halves", [False, True])
 def test_sequence_parallel_ranks_have_their_part_between_layers(tmp_path: Path, halves: bool):
     config = tiny_config(tmp_path, mesh={"tp": 2, "sequence_parallel": halves})
