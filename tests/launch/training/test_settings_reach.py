@@ -155,6 +155,35 @@ def test_compact_state_has_the_moments_that_were_asked_for(
     assert [(how["state"], how["moment_dtype"]) for how in given] == [("compact", getattr(torch, moments))]
 
 
+@pytest.mark.parametrize("parallel", ["zero1", "fsdp"])
+def test_a_step_is_captured_as_the_run_says(tmp_path: Path, parallel: str, monkeypatch: pytest.MonkeyPatch):
+    """ "auto": where that is right. The norm of shards is a result of the graph, and the optimizer's from then on."""
+    made = wrapped(tiny_config(tmp_path, parallel=parallel))
+    captured: list[Any] = []
+
+    def capture(kind: str) -> Any:
+        def graph(step: Any, model: Any, optimizer: Any) -> Any:
+            captured.append((kind, model is made.model, optimizer is made.optimizer))
+            return step
+
+        return graph
+
+    monkeypatch.setattr(wrapping, "graphed", capture("auto"))
+    monkeypatch.setattr(wrapping, "GraphedTrainingStep", capture("zero1"))
+    monkeypatch.setattr(wrapping.fsdp, "GraphedTrainingStep", capture("fsdp"))
+
+    def iteration(inputs: Tensor) -> Tensor:
+        made.optimizer.grad_norm = 3 * inputs
+        return 2 * inputs
+
+    assert made.graphed(iteration, False) is None
+    for how in ("auto", True):
+        run = made.graphed(iteration, how)  # type: ignore[arg-type]
+        made.optimizer.grad_norm = None
+        assert run is not None and run(torch.ones(())) == 2.0 and made.optimizer.grad_norm == 3.0
+    assert captured == [("auto", True, True), (parallel, True, True)]
+
+
 def test_vectors_are_a_group_of_their_own_where_there_is_decay(tmp_path: Path):
     for changes, decays in (
         ({"decay_vectors": False}, [0.0, 0.1]),
