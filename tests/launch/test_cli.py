@@ -1,5 +1,6 @@
 """The command line end to end, in separate processes: one rank, torchrun, simulated ranks, interrupted runs."""
 
+import gc
 import json
 import os
 import signal
@@ -7,6 +8,8 @@ import subprocess
 import sys
 import time
 import types
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +141,15 @@ def test_what_a_run_is_given_and_how_it_ends(
     def draw(folder: Path) -> None:
         given.append(folder)
 
+    @contextmanager
+    def group(device: str) -> Iterator[None]:
+        before.append(device)
+        yield
+
+    before: list[str] = []
+    runtime = "maingrad.launch.training.runtime"
+    monkeypatch.setattr(f"{runtime}.let_kernels_start_beside_host_memory", lambda: before.append("memory"))
+    monkeypatch.setattr(f"{runtime}.process_group_from_env", group)
     monkeypatch.setattr("maingrad.launch.training.train.train", train)
     monkeypatch.setattr("maingrad.launch.simulation.simulate.simulate", simulate)
     monkeypatch.setattr("maingrad.launch.report.page.print_report", draw)
@@ -156,6 +168,8 @@ def test_what_a_run_is_given_and_how_it_ends(
     given[:] = [None, None]
     assert main(["train", toml, "--train.device", "cpu"]) == wanted
     assert given[3:] == [], "rank 0 alone draws"
+    assert main(["train", toml]) in (0, 130)
+    assert before == ["memory", "cpu", "memory", "cpu", "memory", "cuda"], "memory is taken before CUDA is used"
 
 
 @pytest.mark.in_turn
@@ -229,6 +243,7 @@ def test_plan_prints_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["plan", str(tiny_toml(tmp_path)), "--ranks", "3", "--ddp.bucket-size", "None"]) == 0
     out = " ".join(capsys.readouterr().out.split())  # a title is as wide as its table
     assert "1 buckets in launch order" in out
+    assert gc.isenabled(), "imports are done"
     assert "reduce-scatter" in out and "over 3 ranks" in out
     assert "head.weight .. embedding.weight (15)" in out
     assert main(["plan", str(tiny_toml(tmp_path)), "--ranks", "3", "--parallel", "fsdp"]) == 0
@@ -397,8 +412,11 @@ def test_a_second_ctrl_c_insists(monkeypatch: pytest.MonkeyPatch):
             signal.raise_signal(signal.SIGINT)
 
 
-def test_handlers_are_put_back():
+@pytest.mark.parametrize("fails", [False, True])
+def test_handlers_are_put_back(fails: bool):
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
-    with stop_on_signals():
+    with pytest.raises(RuntimeError, match="of a run") if fails else nullcontext(), stop_on_signals():
         assert signal.getsignal(signal.SIGINT) is not before[0]
+        if fails:
+            raise RuntimeError("of a run")
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before

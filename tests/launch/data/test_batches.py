@@ -210,6 +210,27 @@ def test_a_read_that_gives_less_than_it_was_asked_for_goes_on(tmp_path: Path, mo
     assert tokens[40:10].tolist() == [] and len(tokens) == 100
 
 
+def test_a_file_whose_disk_fails_while_it_is_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = tmp_path / "tokens"
+    np.arange(50, dtype=np.uint16).tofile(path)
+    tokens = FileTokens(path, np.dtype(np.uint16))
+
+    def fail(*args: Any) -> bytes:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "pread", fail)
+    with pytest.raises(DataError, match=rf"data file '{path}' cannot be read \({os.strerror(errno.EIO)}\)"):
+        tokens[3:5]
+
+
+def test_a_file_that_takes_the_place_of_an_open_one_is_not_read(tmp_path: Path):
+    for name, first in (("tokens", 0), ("later", 100)):
+        np.arange(first, first + 50, dtype=np.uint16).tofile(tmp_path / name)
+    tokens = FileTokens(tmp_path / "tokens", np.dtype(np.uint16))
+    (tmp_path / "later").rename(tmp_path / "tokens")
+    assert tokens[5:8].tolist() == [5, 6, 7]
+
+
 def test_a_file_that_shrinks_while_it_is_read_is_named(tmp_path: Path):
     path = tmp_path / "tokens.bin"
     np.arange(1000, dtype=np.uint16).tofile(path)

@@ -355,6 +355,16 @@ def tokenizer_file(path: Path) -> Path:
     return path
 
 
+def test_a_tokenizer_that_is_none_is_named(tmp_path: Path):
+    pytest.importorskip("tokenizers")
+    (tmp_path / "text").write_text("x")
+    (tmp_path / "tokenizer.json").write_text('{"version": ')
+    for path in (tmp_path / "tokenizer.json", tmp_path / "nowhere.json"):
+        with pytest.raises(ConfigError, match=rf"--tokenizer '{path}': is no readable tokenizer\.json \("):
+            tokenize_files(tmp_path / "set", [tmp_path / "text"], path, None, key=None)
+    assert not list(tmp_path.glob("*set*"))
+
+
 def test_padding_and_truncation_of_a_tokenizer_do_not_change_documents(tmp_path: Path):
     tokenizers = pytest.importorskip("tokenizers")
     text, path = tmp_path / "a.txt", tokenizer_file(tmp_path / "tokenizer.json")

@@ -161,11 +161,12 @@ def test_dropout_does_not_count_in_the_check(tmp_path: Path):
 def test_compiled_blocks_stay_compiled_behind_the_check(folder: Path):
     model = build(folder)
     calls: list[Any] = []
-    block: Any = model.blocks[0]
-    block._compiled_call_impl = lambda *args, **options: calls.append(args)  # as ``compile`` sets it
-    compiled = block._compiled_call_impl
+    compiled: list[Any] = [model.blocks[0], model.model.lm_head]
+    for module in compiled:
+        module._compiled_call_impl = lambda *args, **options: calls.append(args)  # as ``compile`` sets it
+    before = [module._compiled_call_impl for module in compiled]
     check_documents(model, torch.device("cpu"))
-    assert calls == [] and block._compiled_call_impl is compiled
+    assert calls == [] and [module._compiled_call_impl for module in compiled] == before
 
 
 # ---- Tokenizers. ----

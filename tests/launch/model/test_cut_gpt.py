@@ -14,6 +14,7 @@ from maingrad.launch import simulate
 from maingrad.launch.config.run import ModelConfig
 from maingrad.launch.model.cut_gpt import cut_gpt
 from maingrad.launch.model.gpt import GPT, build_model
+from maingrad.launch.model.loss import find_padding
 from maingrad.launch.parallelizing.exchanges import ContextRanks
 
 SHAPE: dict[str, Any] = {
@@ -27,6 +28,8 @@ SHAPE: dict[str, Any] = {
     "fuse_wgrad_accumulation": False,
 }
 LENGTH = 12
+BORDERS = [0, 64, 65, 128, 129, 130, 194, 195, 256]
+"""First and last words of two and of four ranks."""
 
 
 def build(**changes: Any) -> GPT:
@@ -37,6 +40,7 @@ def tokens() -> tuple[Tensor, Tensor, Tensor]:
     """Inputs, targets and positions of two documents a row; equally many targets count in each half of a row."""
     draw = torch.Generator().manual_seed(0)
     inputs, targets = (torch.randint(0, 257, (3, LENGTH), generator=draw) for _ in range(2))
+    inputs[0, : len(BORDERS)] = targets[1, 2 : 2 + len(BORDERS)] = torch.tensor(BORDERS)
     targets[:, ::6] = -100
     return inputs, targets, torch.arange(LENGTH).remainder(7).expand(3, -1)
 
@@ -97,6 +101,22 @@ def test_a_fused_loss_has_the_logits_of_one_chunk():
     simulate(job, 2)
 
 
+def test_losses_of_bf16_logits_are_fp32():
+    inputs, targets, _ = tokens()
+
+    def job() -> list[float]:
+        losses = []
+        for fused_loss in (False, True):
+            model = build(param_dtype="bfloat16", fused_loss=fused_loss, init_std=0.2)
+            cut_gpt(model, dist.group.WORLD)
+            losses.append(model(inputs, targets).detach())
+            assert losses[-1].dtype is torch.float32
+        return list(map(float, losses))
+
+    for plain, fused in simulate(job, 2):
+        assert fused == pytest.approx(plain, rel=1e-6)
+
+
 @pytest.mark.in_turn
 @pytest.mark.parametrize("ring", [False, True])
 def test_a_prompt_may_be_on_an_earlier_rank(ring: bool):
@@ -119,6 +139,22 @@ def test_a_prompt_may_be_on_an_earlier_rank(ring: bool):
             torch.testing.assert_close(total, of_whole.detach(), rtol=1e-5, atol=1e-6)
 
     simulate(job, 2)
+
+
+@pytest.mark.parametrize("ring", [False, True])
+def test_other_samples_do_not_say_what_is_padding(ring: bool):
+    """Of two pairs of ranks that each have a sequence, whose last targets are at other places."""
+
+    def job() -> int:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+        context = ContextRanks(mesh["cp"].get_group(), ring)
+        targets = torch.full((1, LENGTH), -100)
+        targets[0, : (3, 10)[mesh.get_local_rank("dp")]] = 1
+        padding = find_padding(context.own(targets, 1), context)
+        dist.all_reduce(count := padding.sum(), group=mesh["cp"].get_group())
+        return int(count)
+
+    assert simulate(job, 4) == [LENGTH - 3] * 2 + [LENGTH - 10] * 2
 
 
 def grads(model: GPT) -> list[Tensor]:

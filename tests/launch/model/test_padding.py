@@ -19,6 +19,7 @@ from maingrad.launch.training.train import train
 from maingrad.te_integration import GroupedMLP
 
 DOCUMENT = torch.randint(1, 90, (13,), generator=torch.Generator().manual_seed(3))
+DOCUMENT[-1] = 0  # a token as others are
 EXPERTS: dict[str, Any] = {"num_experts": 4, "top_k": 2, "expert_ffn_dim": 24}
 SHAPE = {"dim": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "ffn_dim": 48, "context_length": 96}
 

@@ -1,5 +1,8 @@
 """Exchanges between the ranks that compute one sample, forward and backward, against one rank with everything."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -77,6 +80,14 @@ def test_heads_that_do_not_divide():
             ulysses(causal, x, x, x, dist.group.WORLD)
 
     simulate(job, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_ring_of_gpus_multiplies_no_wide_dtype(dtype: torch.dtype):
+    """A stand-in for a tensor on a GPU."""
+    x: Any = SimpleNamespace(is_cuda=True, dtype=dtype)
+    with pytest.raises(TypeError, match=f"multiplies bfloat16 or float16 on a GPU, got {dtype}"):
+        ring_attention(x, x, x, x)
 
 
 # ---- A user's model, whose attention asks ``ulysses``, under the wrappers. ----

@@ -481,6 +481,8 @@ def test_a_copy_of_a_recomputed_model_computes_with_its_own_weights() -> None:
         (("zero3", {"placements": "zero2"}), 'follows from the second argument of parallelize, "zero3"'),
         (("zero3", {"overlap_grad_reduce": True}), 'no option under "zero3"; it is one of ddp, zero1'),
         (("zero1", {"reshard_after_forward": True}), 'no option under "zero1"; it is one of zero2, zero3, hsdp'),
+        (("zero3", {"bucket_size": 9, "num_buckets": 2}), 'num_buckets is no option under "zero3"'),
+        (("ddp", {"bucket_size": 9, "shard_atoms": "row", "num_buckets": 2}), 'shard_atoms is no option under "ddp"'),
         (
             ("ddp", {"overlap_param_gather": True}),
             "overlap_param_gather has no effect without use_distributed_optimizer",
@@ -600,9 +602,11 @@ def test_an_optimizer_needs_a_wrapped_model() -> None:
         ({"param_groups": [{"params": "*.weigth"}]}, ValueError, "no trainable parameter is called '\\*.weigth'"),
         ({"param_groups": [{"params": "*", "lrr": 1.0}]}, TypeError, "param_groups\\[0\\]: .*'lrr'"),
         ({"optimizer_class": Block}, TypeError, "optimizer.class is a subclass of torch.optim.Optimizer"),
+        ({"param_groups": [{"params": "scale", "optimizer": torch.optim.SGD, "lrr": 1.0}]}, TypeError, "'lrr'"),
+        ({"betaz": 1.0, "param_groups": [{"params": "scale", "optimizer": torch.optim.SGD}]}, TypeError, "'betaz'"),
     ],
 )
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(16)
 def test_options_of_the_optimizer_are_checked(
     form: str, options: dict[str, Any], error: type[Exception], said: str
 ) -> None:

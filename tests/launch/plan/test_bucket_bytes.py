@@ -94,9 +94,10 @@ def test_the_fullest_rank_counts() -> None:
     assert rank_bytes([mixed]).moments == 4 * 1024
 
 
+@pytest.mark.parametrize("grads", [FP32, BF16])
 @pytest.mark.parametrize("placements", ["zero2", "zero3"])
-def test_frozen_buckets_send_no_gradients(placements: str) -> None:
-    frozen = bucket(placements=PLACEMENTS[placements], own_shards=True, trainable=False)
+def test_frozen_buckets_send_no_gradients(placements: str, grads: torch.dtype) -> None:
+    frozen = bucket(placements=PLACEMENTS[placements], own_shards=True, trainable=False, grads=grads)
     assert (frozen.grad_nbytes, frozen.kept_grads, frozen.traffic.reduce_inside) == (0, 0, 0)
     assert frozen.traffic.gather == 2048 * 3 // 4
     assert bucket(wire_dtype=BF16, inner_size=1).traffic.scratch == 0

@@ -1,14 +1,17 @@
 """Model FLOPs against weights counted by hand, and peaks by the names that torch gives GPUs."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from tiny_run import tiny_config, tiny_document
 from transformers import GPT2Config, LlamaConfig, MambaConfig, MixtralConfig, PretrainedConfig
 
 from maingrad.launch.config.file import structure
 from maingrad.launch.config.run import ConfigError
-from maingrad.launch.plan.model_flops import flops_per_token, peak_tflops
+from maingrad.launch.plan.model_flops import _of_hugging_face, flops_per_token, peak_tflops
 
 ATTENTION = 12 * 2 * 24 * 32
 BLOCK = 32 * 32 + 2 * 16 * 32 + 32 * 32  # queries, keys and values of two of four heads, output
@@ -77,6 +80,13 @@ def test_models_of_other_layers_are_not_guessed(tmp_path: Path) -> None:
     mamba = MambaConfig(vocab_size=96, hidden_size=32, num_hidden_layers=2, state_size=4)
     with pytest.raises(ConfigError, match="which weights of MambaForCausalLM multiply a token"):
         of_hugging_face(tmp_path, mamba)
+
+
+def test_a_model_that_names_no_heads_is_not_guessed() -> None:
+    named: Any = SimpleNamespace(model=SimpleNamespace(), parameters=lambda: [torch.zeros(2, 2)])
+    named.model.config = SimpleNamespace(get_text_config=SimpleNamespace)
+    with pytest.raises(ConfigError, match="the configuration of SimpleNamespace has no num_attention_heads"):
+        _of_hugging_face(named)
 
 
 def test_a_folder_that_is_gone_is_named(tmp_path: Path) -> None:

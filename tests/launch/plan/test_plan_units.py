@@ -167,6 +167,28 @@ def test_the_formulas_of_the_docs(
     assert held.total == num_elements * (20 / 4 if (parallel, placements) == ("hsdp", "zero3") else total[placements])
 
 
+@pytest.mark.parametrize(
+    ("parallel", "mesh", "inside", "of_experts"),
+    [("fsdp", {"ep": 2}, 8, 4), ("hsdp", {"ep": 2}, 4, 2), ("fsdp", {}, 8, None), ("hsdp", {"cp": 2}, 4, None)],
+)
+def test_over_how_many_ranks_a_unit_is_sharded(
+    tmp_path: Path, parallel: str, mesh: dict[str, int], inside: int, of_experts: int | None
+):
+    """Experts over those that hold the same; and gradients are sent in the dtype that is asked for."""
+    fsdp, batch = {"reduce_dtype": "bfloat16"}, {"global_batch_size": 16}
+    config = tiny_config(tmp_path, parallel=parallel, fsdp=fsdp, mesh=mesh, model=EXPERTS, train=batch)
+    plan = plan_run(config, 8)
+    experts = {unit.name for unit in plan.units if unit.name.endswith("ffn.experts")}
+    assert len(experts) == (0 if of_experts is None else 4)
+    for unit in plan.units:
+        size = of_experts if unit.name in experts else inside
+        for bucket in unit.buckets:
+            assert (bucket.inner_size, bucket.outer_size) == (size, 8 // inside)
+            assert bucket.layout.shard_degree == size and bucket.wire_dtype is torch.bfloat16
+    cut = plan_run(tiny_config(tmp_path, parallel=parallel, mesh={"tp": 2}, train=batch), 8)
+    assert {bucket.inner_size for bucket in cut.buckets} == {inside // 2} == {cut.inner_size}
+
+
 def test_units_of_four_blocks_fill_the_peaks(tmp_path: Path):
     """The planned peaks are reached, so they are no larger than needed."""
     config = tiny_config(tmp_path, parallel="fsdp", model={"num_layers": 4})

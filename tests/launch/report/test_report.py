@@ -1,6 +1,8 @@
 """Records, the picture of the loss, and what is shown while a run trains."""
 
+import io
 import math
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,6 +66,15 @@ def test_report_of_an_interrupted_run_draws_what_is_there(tmp_path: Path, capsys
     writer.close()
     print_report(tmp_path)
     assert capsys.readouterr().out.split() == [str(tmp_path / "loss.png")]
+
+
+def test_all_that_is_damaged_is_said_and_what_is_missing_is_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "step", "step": 1, "loss": "low"}\n{"kind": "step"\n')
+    print_report(tmp_path)
+    said = capsys.readouterr().err.splitlines()
+    assert [line.split(": ")[:2] for line in said] == [["maingrad", "left out"]] * 3
+    for what in ("line 1: loss of a step record is no number", "line 2: no record", "resolved_config.json' is missing"):
+        assert sum(what in line for line in said) == 1, said
 
 
 @pytest.mark.parametrize(("gap", "side"), [(0.25, "below"), (-0.25, "above")])
@@ -148,6 +159,14 @@ def test_each_record_is_a_line(capsys: pytest.CaptureFixture[str]):
     assert first == "data: a text"
     assert steps[0] == "step    50/200  loss 2.5000  lr 1.00e-03  31.2k tokens/s  ETA 3:00"
     assert steps[1].startswith("step   200/200") and steps[1].endswith("ETA 0:00")
+
+
+def test_a_line_is_seen_at_once(monkeypatch: pytest.MonkeyPatch):
+    """In a file or a pipe too, which have buffers."""
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BufferedWriter(raw), encoding="utf-8"))
+    Display().update(STATUS)
+    assert raw.getvalue().startswith(b"step    50/200  loss 2.5000")
 
 
 def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str]):

@@ -207,6 +207,10 @@ def test_notes_name_what_is_missing(tmp_path: Path) -> None:
     (tmp_path / "resolved_config.json").write_text(json.dumps({"config": {"turbo": 1}}))
     (note, *_) = run_of(tmp_path, step(1)).notes
     assert "is damaged, or of another version of maingrad (" in note
+    for document in ([], {"versions": {}}, {"config": 3}):
+        (tmp_path / "resolved_config.json").write_text(json.dumps(document))
+        run = run_of(tmp_path, step(1))
+        assert "is missing or damaged (it has no configuration)" in run.notes[0] and run.settings == {}
 
 
 # ---- Records. ----

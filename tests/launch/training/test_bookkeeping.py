@@ -24,6 +24,7 @@ from maingrad.launch.config.run import Config, ConfigError
 from maingrad.launch.data.batches import load_corpus
 from maingrad.launch.training import run_state
 from maingrad.launch.training import train as loop
+from maingrad.launch.training.loading import validation_batch
 from maingrad.launch.training.metrics import MetricsWriter, read_metrics
 from maingrad.launch.training.run_state import (
     RunSaver,
@@ -65,11 +66,13 @@ class Heard:
 # ---- Steps that are logged, recorded and validated. ----
 
 
-def test_the_last_step_is_logged_and_saved_whatever_its_number(tmp_path: Path):
+def test_the_last_step_is_logged_and_saved_whatever_its_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(loop, "peak_nbytes", lambda device: {"cpu": 4321}[device.type])
     result = train(config_of(tmp_path, train={"steps": 5, "log_every": 2, "save_every": 4, "eval_every": 100}))
     assert [record["step"] for record in records(tmp_path, "step")] == [2, 4, 5]
     assert [record["step"] for record in records(tmp_path, "checkpoint")] == [4, 5]
     assert len(result.losses) == 3 and result.losses[-1] < result.losses[0]
+    assert records(tmp_path, "final")[0]["peak_memory_bytes"] == 4321
 
 
 @pytest.mark.in_turn
@@ -114,6 +117,18 @@ def test_a_validation_is_in_evaluation_without_graph_and_sees_documents(
     assert set(seen) == {(True, True, True), (False, False, True)}
     assert [each for each, _, _ in seen] == [True, True, False, True, False]
     assert result.validation_loss is not None and result.validation_loss < 10.0
+
+
+def test_a_validation_is_of_all_its_sequences_however_many_forwards_they_take(tmp_path: Path):
+    """Two ranks with three and with two of them, and two in a forward: the second rank's last forward has none."""
+    settings = {"steps": 1, "num_microbatches": 6, "eval_sequences": 5}
+    config = config_of(tmp_path, model={"init_std": 0.2}, train=settings, optimizer={"warmup_steps": 0})
+    result, _ = simulate(train, 2, config)
+    windows = validation_batch(config, load_corpus(config.data, sequence_length=24))
+    assert len(windows.inputs) == 5
+    with torch.no_grad():
+        expected = float(result.model.eval()(windows.inputs, windows.targets))
+    assert result.validation_loss == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_batch_without_a_target_is_a_step(tmp_path: Path):
@@ -242,6 +257,10 @@ def test_the_demonstration_is_compared_with_the_bigram_model(tmp_path: Path):
         config = config_of(tmp_path, data=data | other, train={"steps": 1}, optimizer={"warmup_steps": 0})
         assert train(config, display=Heard()).bigram_loss is None  # type: ignore[arg-type]
         assert "nats_below_bigram" not in records(tmp_path, "final")[0]
+    of_another_rank: Any = SimpleNamespace(
+        runtime=SimpleNamespace(is_main=False), config=config_of(tmp_path, data=data)
+    )
+    assert Trainer._bigram_loss(of_another_rank) is None
 
 
 # ---- Saves. ----
@@ -320,6 +339,24 @@ def test_saves_are_written_in_the_background_or_not(tmp_path: Path, background: 
     assert [name for name in threads if name.startswith("save of ")] == [
         f"save of step-0000000{step}" for step in (2, 3) if background
     ]
+
+
+@pytest.mark.parametrize("is_main", [True, False])
+@pytest.mark.parametrize(("done", "failed"), [(True, False), (True, True), (False, False)])
+def test_the_first_rank_says_and_deletes_once_a_save_has_succeeded(
+    tmp_path: Path, is_main: bool, done: bool, failed: bool, monkeypatch: pytest.MonkeyPatch
+):
+    deleted, said = list[int](), list[str]()
+    monkeypatch.setattr(RunSaver, "_delete", lambda self, newest: deleted.append(newest))
+    wrapped: Any = None  # nothing of the model is needed
+    pending: Any = SimpleNamespace(done=lambda: done, failed=lambda: failed, wait=lambda: None)
+    saver = RunSaver(config_of(tmp_path), wrapped, is_main=is_main, say=said.append)
+    saver._pending, saver._step = pending, 7
+    for _ in range(2):
+        saver.look()
+    saver.finish()
+    once = 1 if is_main and done and not failed else 0
+    assert (deleted, len(said)) == ([7] * once, once)
 
 
 def test_a_save_under_way_does_not_hold_up_a_run_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -249,10 +249,27 @@ def test_what_cannot_be_kept_is_refused(given: dict[str, Any], message: str, tmp
         config_of(tmp_path, given)
 
 
+@pytest.mark.parametrize(
+    ("keep", "wanted"),
+    [({"keep_last": 1, "keep_every": 2}, [2, 4, 5]), ({"keep_last": 2}, [4, 5]), ({}, [1, 2, 3, 4, 5])],
+)
+def test_what_is_deleted_behind_a_save(keep: dict[str, int], wanted: list[int], tmp_path: Path):
+    """And none that is newer: it is of a run before this one."""
+    for step in range(1, 7):
+        save_checkpoint(tmp_path / f"run/checkpoints/step-{step:08d}", torch.nn.Linear(2, 2))
+    wrapped: Any = None  # nothing of the model is needed
+    RunSaver(config_of(tmp_path, keep), wrapped, is_main=True, say=print)._delete(5)
+    assert kept(tmp_path) == [*wanted, 6]
+
+
 def test_a_checkpoint_that_cannot_be_deleted_is_named_and_the_others_go(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
+    """Nor does one that a killed save has left, and that cannot be moved, keep the others."""
     stays, said = tmp_path / "run/checkpoints/step-00000001", list[str]()
+
+    def move(path: Path) -> None:
+        raise PermissionError("not yours")
 
     def refuse(path: Path) -> None:
         if path == stays:
@@ -262,6 +279,7 @@ def test_a_checkpoint_that_cannot_be_deleted_is_named_and_the_others_go(
     for step in range(1, 5):
         save_checkpoint(tmp_path / f"run/checkpoints/step-{step:08d}", torch.nn.Linear(2, 2))
     monkeypatch.setattr(run_state, "remove", refuse)
+    monkeypatch.setattr(run_state, "move_to_place", move)
     wrapped: Any = None  # nothing of the model is needed
     saver = RunSaver(config_of(tmp_path, {"keep_last": 1}), wrapped, is_main=True, say=said.append)
     saver._delete(3)

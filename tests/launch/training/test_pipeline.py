@@ -3,6 +3,7 @@
 import itertools
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -167,6 +168,7 @@ def test_weight_gradients_wait_where_the_schedule_has_slots_for_them(tmp_path: P
 
     def spied(self: PipelinedTrainer, config: Config, *others: Any) -> None:
         make(self, config, *others)
+        assert self.graphed is None, "the host runs the schedule"
         schedule: Any = self._schedule
         stage = schedule._stages[0] if hasattr(schedule, "_stages") else schedule._stage
         stage.queue.log = []
@@ -237,9 +239,39 @@ def test_activations_travel_to_the_next_stage_and_gradients_back(tmp_path: Path,
     monkeypatch.setattr(SimulatedProcessGroup, "send", spied)
     config = config_of(tmp_path, "ddp", mesh={"pp": 3}, train={"steps": 3, "eval_every": 3, "eval_sequences": 1})
     simulate(train, 3, config)
+    (observed,), (timeline,) = records(config, "observed"), records(config, "timeline")
+    kinds = [record["kind"] for record in read_metrics(Path(config.train.out_dir) / "metrics.jsonl")]
+    assert kinds[:3] == ["step", "observed", "timeline"], "recorded into the second step's first forward"
+    assert (observed["microbatches_no_sync"], observed["microbatches_synced"]) == (2, 1)
+    assert (len(timeline["forwards"]), len(timeline["backwards"])) == (4, 3)
     activations = 8 * 24 * 32 * 4
     moved = {rank: [each for each in nbytes if each >= activations] for rank, nbytes in sent.items()}
     # Three steps of three microbatches, and a validation of one.
     (planned,) = exchanges_of(config, 3)  # of a step, and of a stage in the middle
     assert (planned.ranks, planned.calls, planned.nbytes) == (3, 6, 6 * activations)
     assert moved == {0: [activations] * 10, 1: [activations] * 19, 2: [activations] * 9}
+
+
+@pytest.mark.parametrize(("named", "active"), [(True, True), (False, True), (False, False)])
+def test_an_error_that_names_its_stage_or_is_no_ranks_is_the_programs_own(named: bool, active: bool):
+    """Others tell which ranks are gone."""
+    failed, reported = RuntimeError("of the schedule"), RuntimeError("a report")
+    failed.__cause__ = ValueError("too hot") if named else None
+
+    def step(*tokens: torch.Tensor, **others: Any) -> None:
+        raise failed
+
+    said: list[Any] = []
+    failures = SimpleNamespace(
+        active=active, report=lambda error, what, seconds: said.append((error, what)) or reported
+    )
+    runtime = SimpleNamespace(stage=SimpleNamespace(is_first=True))
+    trainer: Any = SimpleNamespace(
+        runtime=runtime, recipe=None, _schedule=SimpleNamespace(step=step), wrapped=SimpleNamespace(failures=failures)
+    )
+    tokens = torch.zeros(1, 1, 2)
+    with pytest.raises(RuntimeError) as raised:
+        PipelinedTrainer._run_microbatches(trainer, tokens, tokens, torch.ones(1), None)
+    told = active and not named
+    assert raised.value is (reported if told else failed)
+    assert said == ([(failed, "tensors of another stage")] if told else [])

@@ -22,6 +22,7 @@ from maingrad.ddp.checkpoint.checkpoint import save_checkpoint
 from maingrad.launch import simulate
 from maingrad.launch.config.file import config_to_dict
 from maingrad.launch.config.run import Config, ConfigError, ModelConfig
+from maingrad.launch.data.batches import load_corpus
 from maingrad.launch.data.indexed import write_indexed
 from maingrad.launch.model.gpt import build_model
 from maingrad.launch.training.metrics import MetricsWriter, read_metrics
@@ -145,7 +146,7 @@ def records_of_the_run(folder: Path, out: str) -> list[tuple[Any, ...]]:
 
 
 @pytest.mark.in_turn
-@pytest.mark.parametrize("at", [3, 4, 6])
+@pytest.mark.parametrize("at", [4, 3, 6])
 @pytest.mark.sampled(1)
 def test_wherever_it_was_interrupted_no_validation_is_lost(tmp_path: Path, at: int):
     """After an evaluation's step, after the last step, and after neither; and not twice."""
@@ -385,6 +386,21 @@ def test_each_key_of_the_model_and_the_data_stays_and_others_may_change(tmp_path
         save_checkpoint(path, nn.Linear(2, 2), extra=extra | {"config": config_to_dict(config)})
         check("model", {key: value})
     check("train", {"steps": 60, "num_microbatches": 4, "eval_every": 1, "out_dir": "elsewhere", "compile": True})
+
+
+@pytest.mark.parametrize("part", ["training", "validation"])
+def test_each_part_of_the_data_is_compared(part: str, tmp_path: Path):
+    config = config_of(tmp_path, "run")
+    data = load_corpus(config.data, sequence_length=24).digests("join")
+    assert data.keys() == {"training", "validation"}
+    saved = {name: digest._asdict() for name, digest in data.items()}
+    extra = {"step": 3, "seconds": 1.0, "schedule": {}, "config": config_to_dict(config), "data": saved}
+    save_checkpoint(tmp_path / "saved", nn.Linear(2, 2), extra=extra)
+    check_resume(tmp_path / "saved", config, data)
+    others = data | {part: data[part]._replace(sha256="0")}
+    with pytest.raises(ConfigError, match=f"when it was written the {part} data had other tokens"):
+        check_resume(tmp_path / "saved", config, others)
+    check_resume(tmp_path / "saved", config_of(tmp_path, "run", resume_with_other_data=True), others)
 
 
 @pytest.mark.parametrize("left_out", ["step", "seconds", "schedule", "config", None])

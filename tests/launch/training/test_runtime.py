@@ -3,6 +3,7 @@
 import os
 import shutil
 import subprocess
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from maingrad.launch.training.runtime import (
     let_kernels_start_beside_host_memory,
     peak_nbytes,
     process_group_from_env,
+    versions,
 )
 
 
@@ -41,6 +43,34 @@ def test_a_group_ends_with_its_context(fails: bool, monkeypatch: pytest.MonkeyPa
         if fails:
             raise RuntimeError("within")
     assert not dist.is_initialized()
+
+
+def test_a_rank_on_a_gpu_has_a_group_of_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand-ins for CUDA and for the group. The device is chosen before the group is made."""
+    for name, value in (("RANK", "5"), ("WORLD_SIZE", "8"), ("LOCAL_RANK", "1")):
+        monkeypatch.setenv(name, value)
+    calls: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", calls.append)
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **how: calls.append((backend, how)))
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: calls.append("ended"))
+    own = torch.device("cuda", 1)
+    with process_group_from_env("auto"):
+        assert calls == [own, ("nccl", {"device_id": own})]
+    assert calls[2:] == ["ended"]
+    calls.clear()
+    with process_group_from_env("cpu"):
+        assert calls == [("gloo", {})], "on request"
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_versions_are_those_of_cuda_and_the_gpu_too(there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "H100")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    found = versions()
+    assert (found.get("gpu"), found.get("cuda")) == (("H100", "13.0") if there else (None, None))
+    assert found["executable"] == sys.executable and found["torch"] == torch.__version__
 
 
 def test_a_group_that_is_there_stays(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,6 +64,23 @@ def test_each_block_is_compiled_by_the_backend_and_the_gpts_without_a_break(
     assert compiled == []
 
 
+@pytest.mark.parametrize(
+    ("how", "blocks", "attentions"),
+    [
+        ({}, [False, False], [False, False]),
+        ({"recompute": "blocks"}, [True, True], [False, False]),
+        ({"recompute": "operators", "recompute_every": 2}, [True, False], [False, False]),
+        ({"recompute": "attention"}, [False, False], [True, True]),
+    ],
+)
+def test_activations_are_computed_again_where_the_run_says(
+    tmp_path: Path, how: dict[str, Any], blocks: list[bool], attentions: list[bool]
+):
+    model = loaded(tiny_config(tmp_path, train=how))
+    assert ["forward" in vars(block) for block in model.blocks] == blocks
+    assert ["forward" in vars(block.attention) for block in model.blocks] == attentions
+
+
 @pytest.mark.parametrize("halves", [False, True])
 def test_sequence_parallel_ranks_have_their_part_between_layers(tmp_path: Path, halves: bool):
     config = tiny_config(tmp_path, mesh={"tp": 2, "sequence_parallel": halves})
@@ -138,6 +155,35 @@ def test_compact_state_has_the_moments_that_were_asked_for(
     assert [(how["state"], how["moment_dtype"]) for how in given] == [("compact", getattr(torch, moments))]
 
 
+@pytest.mark.parametrize("parallel", ["zero1", "fsdp"])
+def test_a_step_is_captured_as_the_run_says(tmp_path: Path, parallel: str, monkeypatch: pytest.MonkeyPatch):
+    """ "auto": where that is right. The norm of shards is a result of the graph, and the optimizer's from then on."""
+    made = wrapped(tiny_config(tmp_path, parallel=parallel))
+    captured: list[Any] = []
+
+    def capture(kind: str) -> Any:
+        def graph(step: Any, model: Any, optimizer: Any) -> Any:
+            captured.append((kind, model is made.model, optimizer is made.optimizer))
+            return step
+
+        return graph
+
+    monkeypatch.setattr(wrapping, "graphed", capture("auto"))
+    monkeypatch.setattr(wrapping, "GraphedTrainingStep", capture("zero1"))
+    monkeypatch.setattr(wrapping.fsdp, "GraphedTrainingStep", capture("fsdp"))
+
+    def iteration(inputs: Tensor) -> Tensor:
+        made.optimizer.grad_norm = 3 * inputs
+        return 2 * inputs
+
+    assert made.graphed(iteration, False) is None
+    for how in ("auto", True):
+        run = made.graphed(iteration, how)  # type: ignore[arg-type]
+        made.optimizer.grad_norm = None
+        assert run is not None and run(torch.ones(())) == 2.0 and made.optimizer.grad_norm == 3.0
+    assert captured == [("auto", True, True), (parallel, True, True)]
+
+
 def test_vectors_are_a_group_of_their_own_where_there_is_decay(tmp_path: Path):
     for changes, decays in (
         ({"decay_vectors": False}, [0.0, 0.1]),
@@ -157,7 +203,8 @@ def test_numbers_of_parameters_are_those_of_whole_ones(tmp_path: Path):
 
 
 def test_whole_weights_have_the_dtype_of_computation_and_buffers(tmp_path: Path):
-    """The same digest whatever is sharded; ranks that want nothing take part, and get nothing."""
+    """The same digest whatever is sharded, and another one of other weights; ranks that want nothing take part, and get
+    nothing."""
     expected = loaded(tiny_config(tmp_path, model=BF16))
 
     def found(config: Config) -> Any:
@@ -172,3 +219,5 @@ def test_whole_weights_have_the_dtype_of_computation_and_buffers(tmp_path: Path)
             assert all(weights[name].dtype is each.dtype and weights[name].equal(each) for name, each in wanted.items())
             digests.add(digest)
     assert len(digests) == 1
+    ((_, other, _),) = simulate(found, 1, tiny_config(tmp_path, model=BF16, train={"seed": 1}))
+    assert other not in digests

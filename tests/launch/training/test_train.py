@@ -95,6 +95,7 @@ def test_records_say_what_the_settings_do(tmp_path: Path):
     assert (observed["fused_weights"], observed["fused_writes"], observed["hook_written_parameters"]) == (0, 0, 15)
     assert (observed["microbatches_no_sync"], observed["microbatches_synced"]) == (0, 1)
     assert observed["collectives"] == {"all_reduce": 1}
+    assert (observed["world_size"], observed["backend"]) == (2, "simulated")
     assert observed["parameter_dtypes"] == observed["main_grad_dtypes"] == {"float32": 15}
 
 
@@ -175,14 +176,15 @@ def test_records_are_json_and_lines(tmp_path: Path):
     tracker: Any = types.SimpleNamespace(add=lambda *record: added.append(record), close=lambda: added.append("closed"))
     MetricsWriter(None).write("step", step=1)
     writer = MetricsWriter(tmp_path / "new" / "metrics.jsonl")
-    writer.trackers = [tracker]
+    writer.trackers = [tracker, tracker]
     writer.write("step", step=1, loss=math.nan, lr=-math.inf, of=[math.inf, 1.0])
     assert read_metrics(tmp_path / "new" / "metrics.jsonl") == [
         {"kind": "step", "step": 1, "loss": None, "lr": None, "of": [None, 1.0]}
     ]
     writer.close()
-    (kind, fields), closed = added
-    assert (kind, fields["step"], math.isnan(fields["loss"]), closed) == ("step", 1, True, "closed")
+    (kind, fields), other, *closed = added
+    assert (kind, fields["step"], math.isnan(fields["loss"]), closed) == ("step", 1, True, ["closed"] * 2)
+    assert other == (kind, fields), "each tracker is told"
     path = tmp_path / "new" / "metrics.jsonl"
     path.write_text(path.read_text() + '{"kind": "step"}\n{"kind": "st')
     assert [record["kind"] for record in read_metrics(path)] == ["step", "step"], "the last line is cut off"
@@ -395,12 +397,12 @@ def test_dropout_differs_between_ranks(tmp_path: Path):
 
 
 def test_dropout_differs_between_steps(tmp_path: Path):
-    drawn = []
-    for steps in (1, 2):
-        settings = {"steps": steps, "out_dir": str(tmp_path / str(steps))}
-        train(tiny_config(tmp_path, train=settings, optimizer={"warmup_steps": 0}))
-        drawn.append(torch.rand(4))
-    assert not torch.equal(*drawn)
+    """And between seeds."""
+    drawn = set()
+    for steps, seed in ((1, 0), (2, 0), (1, 7)):
+        train(tiny_config(tmp_path, train={"steps": steps, "seed": seed}, optimizer={"warmup_steps": 0}))
+        drawn.add(float(torch.rand(())))
+    assert len(drawn) == 3
 
 
 def test_each_target_counts_alike_in_a_validation(tmp_path: Path):
@@ -464,10 +466,12 @@ def test_token_outside_the_vocabulary(tmp_path: Path):
         train(config)
 
 
-def test_a_target_outside_the_vocabulary(tmp_path: Path):
-    """The last token of all is nobody's input."""
-    path = tmp_path / "tokens.bin"
-    np.append(np.arange(2000, dtype=np.uint16) % 300, np.uint16(300)).tofile(path)
+@pytest.mark.parametrize("outside", [slice(-1, None), slice(0, 1000)])
+def test_a_token_outside_the_vocabulary_that_is_a_target_or_to_be_trained_on(tmp_path: Path, outside: slice):
+    """The last token of all is nobody's input; and those of the training data are not in the validation."""
+    path, tokens = tmp_path / "tokens.bin", np.arange(2001, dtype=np.uint16) % 300
+    tokens[outside] = 300
+    tokens.tofile(path)
     config = tiny_config(tmp_path, data={"source": "tokens", "paths": [str(path)]}, model={"vocab_size": 300})
     with pytest.raises(DataError, match=r"token 300 is outside the vocabulary: model\.vocab_size = 300"):
         train(config)

@@ -281,6 +281,8 @@ def test_mistakes(tmp_path: Path):
         train(config_for(tmp_path, source, model={"pretrained": True}))
     with pytest.raises(ConfigError, match=r"train\.sequence_length = 65: must be at most max_position_embeddings = 64"):
         train(config_for(tmp_path, source, train={"sequence_length": 65}))
+    fits = config_for(tmp_path, source, train={"sequence_length": 64})
+    check_model(fits, build_language_model(fits.model, seed=0, device=torch.device("meta")))
 
 
 class WithAuxiliary(nn.Module):

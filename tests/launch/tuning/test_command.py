@@ -8,11 +8,13 @@ import torch
 
 pytest.importorskip("triton", reason="tuning chooses between Triton kernels")
 
+import triton
 from triton.runtime.errors import OutOfResources
 
 from maingrad.kernels import grouped_linear
 from maingrad.kernels.tuning import Problem, parse_table
 from maingrad.launch.cli import main
+from maingrad.launch.tuning import problems
 from maingrad.launch.tuning import tune as tune_kernels
 from maingrad.launch.tuning.problems import DENSE_OPS, GROUPED_OPS, GroupedOperands
 from maingrad.launch.tuning.tune import DENSE_SHAPES, GROUPED_SHAPES, Timing, plan_work
@@ -104,6 +106,25 @@ def test_mistakes_are_answered_in_a_line(
     assert main(["tune", "--out-dir", str(tmp_path), *arguments]) == 2
     assert said in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_without_triton_a_measurement_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert problems.provenance(CPU)["triton"] == triton.__version__
+    monkeypatch.setattr(problems, "HAS_TRITON", False)
+    assert problems.provenance(CPU)["triton"] == "none"
+
+
+def test_what_is_asked_for_is_measured_on_the_gpu_of_the_process(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(tune_kernels, "tune", lambda *given: measured.append(given))
+    asked = ["--ops", OP, "--shapes", "2x32x16x16", "1x32x16x16", "--out-dir", str(tmp_path)]
+    assert main(["tune", *asked]) == 0
+    assert measured == [([((2, 32, 16, 16), (OP,))], torch.device("cuda", 3), tmp_path, print)]
+    assert capsys.readouterr().out.strip() == str(tmp_path / "tuned.csv")
 
 
 @pytest.mark.gpu

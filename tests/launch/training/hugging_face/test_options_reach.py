@@ -1,6 +1,7 @@
 """What an argument of the Trainer reaches, in one process: the wrapper, the units, the optimizer, a step, a save."""
 
 import logging
+import pickle
 import sys
 import types
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from maingrad.fsdp import FSDPModule, MixedPrecisionPolicy
 from maingrad.launch import simulate
 from maingrad.launch.training.hugging_face import Trainer, trainer, wrapping
 from maingrad.launch.training.hugging_face.refused import check_optimizer
+from maingrad.launch.training.hugging_face.step_graph import _why_not
 from maingrad.launch.training.hugging_face.wrapping import shard, whole_weights
 from maingrad.te_integration.dense.linear import LinearModule
 
@@ -127,6 +129,18 @@ def test_where_nothing_decays_there_is_one_group(tmp_path: Path, monkeypatch: py
     made = build("zero1", tmp_path, {}, language_model())
     monkeypatch.setattr(made, "get_decay_parameter_names", lambda model: [])
     assert [group["weight_decay"] for group in made.create_optimizer().param_groups] == [0.0]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_is_frozen_is_in_no_group(form: str, tmp_path: Path) -> None:
+    model = language_model()
+    model.model.embed_tokens.requires_grad_(False)
+    made = build(form, tmp_path, {"weight_decay": 0.25}, model, muon={"lr": 0.02})
+    groups = made.create_optimizer().param_groups
+    trained = [param for param in made.model.parameters() if param.requires_grad]
+    assert {group["weight_decay"] for group in groups if group["params"]} == {0.25, 0.0}
+    if form == "fsdp":
+        assert sum(len(group["params"]) for group in groups) == len(trained) == 20
 
 
 def test_an_evaluation_before_training_shards_the_model(tmp_path: Path) -> None:
@@ -286,9 +300,63 @@ def test_a_librarys_own_step_stays_eager(
     with caplog.at_level(logging.INFO):
         made.train()
     assert (f"their_trainers.Theirs.{name} may keep numbers on the host" in caplog.text) is library
+    made.__class__ = type("Mine", (type(made),), {name: own, "__module__": __name__})
+    assert (_why_not(made) is not None) is library, "a program's own calls the library's"
+
+
+def test_microbatches_of_any_kind_wait_for_the_last_one(tmp_path: Path) -> None:
+    """Those that are no dicts too, which a program's own ``_prepare_inputs`` may give; a number becomes a tensor."""
+    made, ran = build("ddp", tmp_path, {}, language_model()), list[Any]()
+    graph: Any = made._graph
+
+    def step(batches: list[Any], num_items: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        ran.append((batches, num_items))
+        return torch.tensor(7.0), torch.tensor(8.0)
+
+    graph._step = step
+    for _ in range(2):
+        assert float(graph.microbatch([torch.ones(2)], 5, last=False)) == 0.0
+        assert float(graph.microbatch({"input_ids": torch.ones(3)}, 5, last=True)) == 7.0
+        assert float(graph.norm) == 8.0 and not made.accelerator.sync_gradients
+    for batches, num_items in ran:
+        assert [type(batch) for batch in batches] == [list, dict]
+        assert isinstance(num_items, torch.Tensor) and int(num_items) == 5
+    assert len(ran) == 2
+
+
+@pytest.mark.in_turn
+@pytest.mark.parametrize("form", ["fsdp", "zero1", "ddp"])
+@pytest.mark.sampled(2)
+def test_a_trainer_trains_again(form: str, tmp_path: Path) -> None:
+    """With the model as it is by then, and an optimizer of its own."""
+    made = build(form, tmp_path, {"max_steps": 3, "warmup_steps": 0}, language_model(), cuda_graph=False)
+    first, second = (made.train().training_loss for _ in range(2))
+    assert second < first - 0.05 and made.state.global_step == 3
+
+
+def test_a_training_that_fails_frees_its_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, freed = build("zero1", tmp_path, {}, language_model()), list[bool]()
+
+    def fail(*args: Any, **options: Any) -> None:
+        raise RuntimeError("of the loop")
+
+    monkeypatch.setattr(transformers.Trainer, "train", fail)
+    monkeypatch.setattr(made._graph, "reset", lambda: freed.append(True))
+    with pytest.raises(RuntimeError, match="of the loop"):
+        made.train()
+    assert freed == [True]
 
 
 # ---- Generation and saves. ----
+
+
+def test_the_schedule_of_a_checkpoint_runs_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = build("ddp", tmp_path, {}, language_model())
+    made.lr_scheduler = types.SimpleNamespace(load_state_dict=lambda state: None)
+    monkeypatch.setattr(trainer, "load_checkpoint", lambda *given: None)
+    torch.save({"path": tmp_path}, tmp_path / "scheduler.pt")
+    with pytest.raises(pickle.UnpicklingError, match="weights_only"):
+        made._load_optimizer_and_scheduler(str(tmp_path))
 
 
 def test_encoders_that_generate_calls_alone_have_whole_weights() -> None:
@@ -307,6 +375,9 @@ def test_encoders_that_generate_calls_alone_have_whole_weights() -> None:
         made: Any = shard(model(), {"T5Block"}, {}, MixedPrecisionPolicy())
         found = made.generate(prompt, max_new_tokens=4).tolist()
         marked = all(module._is_fsdp_managed_module for module in made.modules())
+        assert made.shared.weight.numel() < 24 * 8
+        with pytest.raises(ValueError, match="max_new_tokens"):
+            made.generate(prompt, max_new_tokens=0)
         return found, marked, made.shared.weight.numel() == 24 * 8
 
     assert simulate(generated, 2) == [(expected, True, False)] * 2

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 from tiny_run import tiny_config
+from torch.profiler import ProfilerActivity
 
 from maingrad.launch import simulate
 from maingrad.launch.config.run import Config, ConfigError
 from maingrad.launch.training.runtime import Runtime
 from maingrad.launch.training.train import train
+from maingrad.launch.training.watching import profiling
 from maingrad.launch.training.watching.profiling import StepProfiler
 
 
@@ -112,6 +114,38 @@ def test_a_recording_of_memory_ends_with_its_file(ending: str, tmp_path: Path, m
     profiler.stop(ending)
     profiler.stop()
     assert calls == [{"max_entries": 1_000_000}, f"memory-step-2-rank-0{ending}.pickle", {"enabled": None}]
+
+
+@pytest.mark.parametrize(("device", "ending"), [("cuda", ""), ("cuda", "-failed"), ("cpu", "")])
+def test_a_trace_has_the_kernels_of_a_gpu_to_their_end(
+    device: str, ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Stand-ins for torch's profiler and for CUDA, which a run that has failed cannot wait for."""
+    calls: list[Any] = []
+
+    class Profile:
+        def __init__(self, activities: list[ProfilerActivity], record_shapes: bool) -> None:
+            calls.append((activities, record_shapes))
+
+        def start(self) -> None:
+            calls.append("start")
+
+        def stop(self) -> None:
+            calls.append("stop")
+
+        def export_chrome_trace(self, path: str) -> None:
+            calls.append(Path(path).name)
+
+    monkeypatch.setattr(profiling, "profile", Profile)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("wait"))
+    profiler = StepProfiler(config_of(tmp_path, {"first_step": 1}), Runtime(0, 1, torch.device(device)))
+    with profiler.step(1):
+        assert calls.pop() == "start"
+    profiler.stop(ending)
+    (activities, record_shapes), *rest = calls
+    on_gpu = device == "cuda"
+    assert activities == [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu and record_shapes
+    assert rest == ["wait"] * (on_gpu and not ending) + ["stop", f"trace-step-1-rank-0{ending}.json.gz"]
 
 
 @pytest.mark.gpu

@@ -14,6 +14,7 @@ from maingrad.launch import simulate
 from maingrad.launch.config.run import Config, ConfigError
 from maingrad.launch.training.metrics import read_metrics
 from maingrad.launch.training.train import train
+from maingrad.launch.training.watching import trackers
 from maingrad.launch.training.watching.trackers import check_packages, trackers_of
 
 
@@ -103,6 +104,15 @@ def test_what_weights_and_biases_is_given(tmp_path: Path, monkeypatch: pytest.Mo
         }
         assert rest == [("log", (5, {"train/loss": 2.0, "step": 5})), ("finish", None)]
         assert (folder / "wandb_id").read_text() == f"{Run.id}\n"
+
+
+def test_both_trackers_may_be_switched_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_tensorboard", "_wandb"):
+        monkeypatch.setattr(trackers, name, lambda config, resumed_at, name=name: (name, resumed_at))
+    for tensorboard, project in ((True, None), (False, "tiny"), (True, "tiny"), (False, None)):
+        config = config_of(tmp_path, {"tensorboard": tensorboard, "wandb_project": project})
+        wanted = ["_tensorboard"] * tensorboard + ["_wandb"] * bool(project)
+        assert trackers_of(config, 3) == [(name, 3) for name in wanted]
 
 
 @pytest.mark.parametrize(
