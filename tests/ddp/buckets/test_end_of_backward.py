@@ -471,13 +471,14 @@ def test_what_was_reduced_before_a_second_backward_is_freed_when_it_is_added() -
 
 def test_watchers_are_told_of_each_end_step_and_discard_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(iteration_ends, "_watchers", [])
-    model, watcher = nn.Sequential(nn.Linear(5, 2)), Watcher()
+    model, watcher, other = nn.Sequential(nn.Linear(5, 2)), Watcher(), Watcher()
     before = iteration_ends.num_changes()
     assert not iteration_ends.is_watched()
-    for _ in range(2):
-        iteration_ends.watch_iterations(watcher)
+    for each in (watcher, other, watcher):
+        iteration_ends.watch_iterations(each)
     assert iteration_ends.is_watched()
     assert not iteration_ends.is_in_wrapper(model[0])
+    beside = DistributedDataParallel(nn.Linear(1, 1))  # no backward reaches this one
     ddp = DistributedDataParallel(model)
     assert iteration_ends.is_in_wrapper(model[0])
     assert iteration_ends.num_changes() > before
@@ -491,7 +492,9 @@ def test_watchers_are_told_of_each_end_step_and_discard_once(monkeypatch: pytest
     ddp.zero_grad()
     ddp.zero_grad()
     assert watcher.told[1:] == [("discarded", model, False)], "nobody trains it, as far as one knows"
+    assert other.told == watcher.told
     watcher.told.clear()
+    other.told.clear()
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     first = iteration_ends.forward_number()
     ddp(x).sum().backward()
@@ -500,6 +503,7 @@ def test_watchers_are_told_of_each_end_step_and_discard_once(monkeypatch: pytest
     optimizer.zero_grad()
     ddp(x)
     assert watcher.told == [("ended", model, 1), ("stepped", model, None), ("discarded", model, True)]
+    assert other.told == watcher.told
     watcher.told.clear()
     ddp(x).sum().backward()
     ddp.zero_grad()  # before anything was reduced
@@ -509,6 +513,7 @@ def test_watchers_are_told_of_each_end_step_and_discard_once(monkeypatch: pytest
     ddp.unwrap()
     assert iteration_ends.num_changes() > before
     assert not iteration_ends.is_in_wrapper(model[0])
+    assert iteration_ends.is_in_wrapper(beside.module)
 
 
 @pytest.mark.parametrize(

@@ -221,8 +221,9 @@ def test_tensors_that_a_backward_may_come_through_are_found_in_any_structure() -
     outer = Output(made[0], [{"k": made[1]}, {"inner": inner}])
     found = differentiable_tensors({"out": outer, "class": Output, "leaf": leaf})
     assert {id(each) for each in found} == {id(each) for each in (*made, leaf)}
-    walk = walk_graph([*made[:1], leaf])
-    assert (walk.leaves, walk.recomputes) == ({id(leaf)}, False)
+    other = torch.ones(1, requires_grad=True)
+    walk = walk_graph([*made[:1], other * 2, leaf])
+    assert (walk.leaves, walk.recomputes) == ({id(leaf), id(other)}, False)
 
 
 def test_a_graph_is_walked_in_as_many_steps_as_it_has_nodes() -> None:
