@@ -371,6 +371,18 @@ def test_a_part_that_runs_past_the_wrapper_launches_tied_weights_in_its_backward
     ddp.grad_parts.end(net)
 
 
+def test_a_block_of_no_sync_inside_another_ends_with_the_outer_one() -> None:
+    """A helper of the program has a block of its own, and is called in one."""
+    ddp = wrap(make_model(), overlap_grad_reduce=True)
+    with ddp.no_sync():
+        with ddp.no_sync():
+            pass
+        assert not ddp.require_backward_grad_sync
+        loss_of(ddp, make_batches(1)[0]).backward()
+    assert {bucket.phase.value for bucket in ddp.buckets} == {"accumulating"}
+    assert ddp.require_backward_grad_sync
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_step_behind_a_second_backward_reduces_what_it_has_added(overlap: bool) -> None:
     """The first was read. Each rank has data of its own."""
