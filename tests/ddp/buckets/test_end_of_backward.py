@@ -277,6 +277,29 @@ def fails(_: Tensor) -> None:
     raise KeyError
 
 
+def test_a_backward_that_failed_on_one_rank_is_given_up_there_once() -> None:
+    """The others hear of it by the program. A second time the rank would meet their next reductions."""
+
+    def train() -> list[Tensor]:
+        model, optimizer = wrapped_ends(sharded=False, overlap=True)
+        rank = dist.get_rank()
+        output = model(batch(rank, 0), rank)
+        if rank == 0:
+            output.register_hook(fails)
+            with pytest.raises(KeyError):
+                output.square().mean().backward()
+            model.zero_grad()
+        else:
+            model.abandon_iteration()
+        assert not model.has_failed
+        model(batch(rank, 1), 1 - rank).square().mean().backward()
+        optimizer.step()
+        return [param.detach().clone() for param in model.parameters()]
+
+    for found in simulate(train, 2):
+        torch.testing.assert_close(found, plain_ends(skipped=0), rtol=1e-12, atol=1e-12)
+
+
 def test_what_one_forward_has_not_reached_waits_where_its_backward_is_under_no_sync() -> None:
     """The forward ran outside no_sync, so what it has not reached is known; a later microbatch reaches it."""
     net = Branches()
@@ -345,6 +368,10 @@ class Tied(nn.Module):
         self.last.weight = self.first.weight
         return self
 
+    def use_again(self) -> "Tied":
+        self.last = self.first
+        return self
+
     def forward(self, x: Tensor, recomputes: bool) -> Tensor:
         def inner(x: Tensor) -> Tensor:
             return self.other(self.first(x).tanh())  # type: ignore[no-any-return]
@@ -355,14 +382,17 @@ class Tied(nn.Module):
         return out
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_a_model_may_begin_to_recompute_after_its_first_forward(tied: bool) -> None:
-    """Its graph was walked once, and had no recompute."""
-    net = Tied().tie() if tied else Tied()
+@pytest.mark.parametrize(
+    ("last", "forwards"),
+    [("of its own", (False, True)), ("tied", (False, True)), ("used in both", (True, True))],
+)
+def test_a_model_may_begin_to_recompute_after_its_first_forward(last: str, forwards: tuple[bool, bool]) -> None:
+    """Its graph was walked once, and had no recompute. Or it had: then a layer may run inside and outside as well."""
+    net = {"of its own": Tied(), "tied": Tied().tie(), "used in both": Tied().use_again()}[last]
     twin = copy.deepcopy(net)
     model = DistributedDataParallel(net, DistributedDataParallelConfig(overlap_grad_reduce=True, bucket_size=1))
     x = torch.ones(2, 7, dtype=torch.float64, requires_grad=True)
-    for recomputes in (False, True):
+    for recomputes in forwards:
         for each in (model, twin):
             each.zero_grad()
             each(x, recomputes).square().sum().backward()
