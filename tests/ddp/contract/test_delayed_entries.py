@@ -237,8 +237,10 @@ def test_functions_that_were_registered_run_behind_each_backward_dw() -> None:
     layer.register_wgrad_accumulation_and_reduce_hooks(lambda: seen.append(layer.need_backward_dw()))
     layer.backward_dw()
     assert seen == []
-    layer(torch.ones(2, 4)).sum().backward()
-    layer.backward_dw()
+    twin = copy.deepcopy(layer)
+    for each in (layer, twin):  # what is registered with a module is not for its copy
+        each(torch.ones(2, 4)).sum().backward()
+        each.backward_dw()
     assert seen == [True, False]
 
 
