@@ -293,6 +293,9 @@ def delayed_beside_torch(gone: bool) -> None:
     x = torch.ones(2, 4, requires_grad=True)
     with torch.no_grad():
         wrapper(x)
+    layer(x).sum().backward()  # no recompute
+    layer.backward_dw()
+    layer.zero_grad()
     if gone:
         reference = weakref.ref(wrapper)
         del wrapper
