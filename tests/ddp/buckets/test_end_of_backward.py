@@ -300,6 +300,17 @@ def test_a_backward_that_failed_on_one_rank_is_given_up_there_once() -> None:
         torch.testing.assert_close(found, plain_ends(skipped=0), rtol=1e-12, atol=1e-12)
 
 
+def test_all_that_a_forward_has_not_reached_is_ready_when_its_backward_begins() -> None:
+    """It holds no bucket back, though several layers are unused."""
+    config = DistributedDataParallelConfig(overlap_grad_reduce=True, find_unused_parameters=True, bucket_size=1)
+    model = DistributedDataParallel(Branches(), config)
+    ready: list[str] = []
+    output = model(batch(0, 0), 1)
+    output.register_hook(lambda _: ready.extend(record.name for record in model.records if record.ready))
+    output.sum().backward()
+    assert sorted(ready) == [f"branches.{unused}.{name}" for unused in (0, 2) for name in ("bias", "weight")]
+
+
 def test_what_one_forward_has_not_reached_waits_where_its_backward_is_under_no_sync() -> None:
     """The forward ran outside no_sync, so what it has not reached is known; a later microbatch reaches it."""
     net = Branches()
@@ -354,51 +365,6 @@ def test_forwards_that_share_a_backward_reach_what_any_of_them_reaches(forwards:
     model.finish_grad_sync()
     for mine, plain in zip(net.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(mine.main_grad, torch.zeros_like(plain) if plain.grad is None else plain.grad)
-
-
-class Tied(nn.Module):
-    """Runs two layers of one weight, the first of them recomputed or not."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.other, self.first, self.last = (nn.Linear(7, 7, bias=False, dtype=torch.float64) for _ in range(3))
-
-    def tie(self) -> "Tied":
-        self.last.weight = self.first.weight
-        return self
-
-    def use_again(self) -> "Tied":
-        self.last = self.first
-        return self
-
-    def forward(self, x: Tensor, recomputes: bool) -> Tensor:
-        def inner(x: Tensor) -> Tensor:
-            return self.other(self.first(x).tanh())  # type: ignore[no-any-return]
-
-        for _ in range(2):
-            x = checkpoint(inner, x, use_reentrant=True) if recomputes else inner(x)
-        out: Tensor = self.last(x)
-        return out
-
-
-@pytest.mark.parametrize(
-    ("last", "forwards"),
-    [("of its own", (False, True)), ("tied", (False, True)), ("used in both", (True, True))],
-)
-def test_a_model_may_begin_to_recompute_after_its_first_forward(last: str, forwards: tuple[bool, bool]) -> None:
-    """Its graph was walked once, and had no recompute. Or it had: then a layer may run inside and outside as well."""
-    net = {"of its own": Tied(), "tied": Tied().tie(), "used in both": Tied().use_again()}[last]
-    twin = copy.deepcopy(net)
-    model = DistributedDataParallel(net, DistributedDataParallelConfig(overlap_grad_reduce=True, bucket_size=1))
-    x = torch.ones(2, 7, dtype=torch.float64, requires_grad=True)
-    for recomputes in forwards:
-        for each in (model, twin):
-            each.zero_grad()
-            each(x, recomputes).square().sum().backward()
-        model.finish_grad_sync()
-        for mine, plain in zip(net.parameters(), twin.parameters(), strict=True):
-            torch.testing.assert_close(mine.main_grad, plain.grad)
 
 
 def test_a_layer_that_is_called_directly_begins_an_iteration_and_shows_its_gradient() -> None:
