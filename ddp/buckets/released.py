@@ -22,7 +22,7 @@ from ..contract.record import GradRecord
 from ..plan.layout import BucketLayout
 from ..torch_internals import weak_method
 from .bucket import Bucket, Phase
-from .buffer import Meter, ReleasableBuffer
+from .buffer import ReleasableBuffer
 
 __all__ = ["NUM_UNDER_WAY", "GradPool", "ReleasedBucket"]
 
@@ -33,11 +33,8 @@ NUM_UNDER_WAY = 2
 class GradPool:
     """What the buckets of one wrapper share."""
 
-    def __init__(self) -> None:
-        self.meter = Meter()
-        """Bytes of gradients that are not reduced to shards."""
-        self.wait_for_all_but: Callable[[int], None]
-        """Waits for the oldest reductions under way. Set by the wrapper; refers to the launcher weakly."""
+    wait_for_all_but: Callable[[int], None]
+    """Waits for the oldest reductions under way. Set by the wrapper; refers to the launcher weakly."""
 
 
 class ReleasedBucket(Bucket):
@@ -67,7 +64,6 @@ class ReleasedBucket(Bucket):
             f"a view of it: read .grad, or keep a copy from before (tensor.clone())"
         )
         memory.release()
-        memory.meter = pool.meter
         for record in records:
             record.make_room = weak_method(self.make_room)
 

@@ -277,6 +277,40 @@ def fails(_: Tensor) -> None:
     raise KeyError
 
 
+def test_a_backward_that_failed_on_one_rank_is_given_up_there_once() -> None:
+    """The others hear of it by the program. A second time the rank would meet their next reductions."""
+
+    def train() -> list[Tensor]:
+        model, optimizer = wrapped_ends(sharded=False, overlap=True)
+        rank = dist.get_rank()
+        output = model(batch(rank, 0), rank)
+        if rank == 0:
+            output.register_hook(fails)
+            with pytest.raises(KeyError):
+                output.square().mean().backward()
+            model.zero_grad()
+        else:
+            model.abandon_iteration()
+        assert not model.has_failed
+        model(batch(rank, 1), 1 - rank).square().mean().backward()
+        optimizer.step()
+        return [param.detach().clone() for param in model.parameters()]
+
+    for found in simulate(train, 2):
+        torch.testing.assert_close(found, plain_ends(skipped=0), rtol=1e-12, atol=1e-12)
+
+
+def test_all_that_a_forward_has_not_reached_is_ready_when_its_backward_begins() -> None:
+    """It holds no bucket back, though several layers are unused."""
+    config = DistributedDataParallelConfig(overlap_grad_reduce=True, find_unused_parameters=True, bucket_size=1)
+    model = DistributedDataParallel(Branches(), config)
+    ready: list[str] = []
+    output = model(batch(0, 0), 1)
+    output.register_hook(lambda _: ready.extend(record.name for record in model.records if record.ready))
+    output.sum().backward()
+    assert sorted(ready) == [f"branches.{unused}.{name}" for unused in (0, 2) for name in ("bias", "weight")]
+
+
 def test_what_one_forward_has_not_reached_waits_where_its_backward_is_under_no_sync() -> None:
     """The forward ran outside no_sync, so what it has not reached is known; a later microbatch reaches it."""
     net = Branches()
@@ -331,44 +365,6 @@ def test_forwards_that_share_a_backward_reach_what_any_of_them_reaches(forwards:
     model.finish_grad_sync()
     for mine, plain in zip(net.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(mine.main_grad, torch.zeros_like(plain) if plain.grad is None else plain.grad)
-
-
-class Tied(nn.Module):
-    """Runs two layers of one weight, the first of them recomputed or not."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.other, self.first, self.last = (nn.Linear(7, 7, bias=False, dtype=torch.float64) for _ in range(3))
-
-    def tie(self) -> "Tied":
-        self.last.weight = self.first.weight
-        return self
-
-    def forward(self, x: Tensor, recomputes: bool) -> Tensor:
-        def inner(x: Tensor) -> Tensor:
-            return self.other(self.first(x).tanh())  # type: ignore[no-any-return]
-
-        for _ in range(2):
-            x = checkpoint(inner, x, use_reentrant=True) if recomputes else inner(x)
-        out: Tensor = self.last(x)
-        return out
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_a_model_may_begin_to_recompute_after_its_first_forward(tied: bool) -> None:
-    """Its graph was walked once, and had no recompute."""
-    net = Tied().tie() if tied else Tied()
-    twin = copy.deepcopy(net)
-    model = DistributedDataParallel(net, DistributedDataParallelConfig(overlap_grad_reduce=True, bucket_size=1))
-    x = torch.ones(2, 7, dtype=torch.float64, requires_grad=True)
-    for recomputes in (False, True):
-        for each in (model, twin):
-            each.zero_grad()
-            each(x, recomputes).square().sum().backward()
-        model.finish_grad_sync()
-        for mine, plain in zip(net.parameters(), twin.parameters(), strict=True):
-            torch.testing.assert_close(mine.main_grad, plain.grad)
 
 
 def test_a_layer_that_is_called_directly_begins_an_iteration_and_shows_its_gradient() -> None:
@@ -471,13 +467,14 @@ def test_what_was_reduced_before_a_second_backward_is_freed_when_it_is_added() -
 
 def test_watchers_are_told_of_each_end_step_and_discard_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(iteration_ends, "_watchers", [])
-    model, watcher = nn.Sequential(nn.Linear(5, 2)), Watcher()
+    model, watcher, other = nn.Sequential(nn.Linear(5, 2)), Watcher(), Watcher()
     before = iteration_ends.num_changes()
     assert not iteration_ends.is_watched()
-    for _ in range(2):
-        iteration_ends.watch_iterations(watcher)
+    for each in (watcher, other, watcher):
+        iteration_ends.watch_iterations(each)
     assert iteration_ends.is_watched()
     assert not iteration_ends.is_in_wrapper(model[0])
+    beside = DistributedDataParallel(nn.Linear(1, 1))  # no backward reaches this one
     ddp = DistributedDataParallel(model)
     assert iteration_ends.is_in_wrapper(model[0])
     assert iteration_ends.num_changes() > before
@@ -491,7 +488,9 @@ def test_watchers_are_told_of_each_end_step_and_discard_once(monkeypatch: pytest
     ddp.zero_grad()
     ddp.zero_grad()
     assert watcher.told[1:] == [("discarded", model, False)], "nobody trains it, as far as one knows"
+    assert other.told == watcher.told
     watcher.told.clear()
+    other.told.clear()
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     first = iteration_ends.forward_number()
     ddp(x).sum().backward()
@@ -500,6 +499,7 @@ def test_watchers_are_told_of_each_end_step_and_discard_once(monkeypatch: pytest
     optimizer.zero_grad()
     ddp(x)
     assert watcher.told == [("ended", model, 1), ("stepped", model, None), ("discarded", model, True)]
+    assert other.told == watcher.told
     watcher.told.clear()
     ddp(x).sum().backward()
     ddp.zero_grad()  # before anything was reduced
@@ -509,6 +509,7 @@ def test_watchers_are_told_of_each_end_step_and_discard_once(monkeypatch: pytest
     ddp.unwrap()
     assert iteration_ends.num_changes() > before
     assert not iteration_ends.is_in_wrapper(model[0])
+    assert iteration_ends.is_in_wrapper(beside.module)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Gradients come in another order on every rank, and collectives are slow: the results stay the same."""
 
+import copy
 import dataclasses
 import functools
 import random
@@ -16,6 +17,7 @@ from gloo import run_ranks
 from parity_models import Trained, assert_bitwise, held_grads
 from sleepy import SleepInBackward
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from towers import WIDTH as TOWER_WIDTH
 from towers import Tower
 
@@ -221,8 +223,9 @@ def test_tensors_that_a_backward_may_come_through_are_found_in_any_structure() -
     outer = Output(made[0], [{"k": made[1]}, {"inner": inner}])
     found = differentiable_tensors({"out": outer, "class": Output, "leaf": leaf})
     assert {id(each) for each in found} == {id(each) for each in (*made, leaf)}
-    walk = walk_graph([*made[:1], leaf])
-    assert (walk.leaves, walk.recomputes) == ({id(leaf)}, False)
+    other = torch.ones(1, requires_grad=True)
+    walk = walk_graph([*made[:1], other * 2, leaf])
+    assert (walk.leaves, walk.recomputes) == ({id(leaf), id(other)}, False)
 
 
 def test_a_graph_is_walked_in_as_many_steps_as_it_has_nodes() -> None:
@@ -244,3 +247,51 @@ def test_a_graph_is_walked_in_as_many_steps_as_it_has_nodes() -> None:
     output: Any = SimpleNamespace(grad_fn=node)
     walk_graph([output])
     assert len(visited) == len(set(visited)) == 8
+
+
+# ---- Layers that run inside a recompute. ----
+
+
+class Tied(nn.Module):
+    """Runs two layers of one weight, the first of them recomputed or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.other, self.first, self.last = (nn.Linear(7, 7, bias=False, dtype=torch.float64) for _ in range(3))
+
+    def tie(self) -> "Tied":
+        self.last.weight = self.first.weight
+        return self
+
+    def use_again(self) -> "Tied":
+        self.last = self.first
+        return self
+
+    def forward(self, x: Tensor, recomputes: bool) -> Tensor:
+        def inner(x: Tensor) -> Tensor:
+            return self.other(self.first(x).tanh())  # type: ignore[no-any-return]
+
+        for _ in range(2):
+            x = checkpoint(inner, x, use_reentrant=True) if recomputes else inner(x)
+        out: Tensor = self.last(x)
+        return out
+
+
+@pytest.mark.parametrize(
+    ("last", "forwards"),
+    [("of its own", (False, True)), ("tied", (False, True)), ("used in both", (True, True))],
+)
+def test_a_model_may_begin_to_recompute_after_its_first_forward(last: str, forwards: tuple[bool, bool]) -> None:
+    """Its graph was walked once, and had no recompute. Or it had: then a layer may run inside and outside as well."""
+    net = {"of its own": Tied(), "tied": Tied().tie(), "used in both": Tied().use_again()}[last]
+    twin = copy.deepcopy(net)
+    model = DistributedDataParallel(net, DistributedDataParallelConfig(overlap_grad_reduce=True, bucket_size=1))
+    x = torch.ones(2, 7, dtype=torch.float64, requires_grad=True)
+    for recomputes in forwards:
+        for each in (model, twin):
+            each.zero_grad()
+            each(x, recomputes).square().sum().backward()
+        model.finish_grad_sync()
+        for mine, plain in zip(net.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(mine.main_grad, plain.grad)

@@ -318,6 +318,24 @@ def test_frozen_parameters_are_compared() -> None:
     simulate(on_each_rank, 2)
 
 
+def test_experts_that_ranks_share_are_compared() -> None:
+    """Among the ranks that hold them, which are others than those of the dense parameters."""
+
+    def on_each_rank() -> None:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        model[1].weight.allreduce = False
+        pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        config = DistributedDataParallelConfig(check_replicas_every=1)
+        own = pairs[dist.get_rank() // 2]
+        wrapped = DistributedDataParallel(model, config, expert_process_group=own)
+        model[1].weight.data += dist.get_rank() % 2
+        wrapped(torch.ones(2, 4)).sum().backward()
+        with pytest.raises(RuntimeError, match=r"replicas have parted: parameter '1.weight' has other values on rank"):
+            wrapped.finish_grad_sync()
+
+    simulate(on_each_rank, 4)
+
+
 @pytest.mark.parametrize("dim", ["replicate", "shard"])
 def test_replicas_are_compared_along_each_dim_of_a_mesh(dim: str) -> None:
     def on_each_rank() -> None:

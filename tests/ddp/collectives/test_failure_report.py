@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -157,6 +158,36 @@ def test_a_failure_closes_each_group_of_the_wrapper_once(monkeypatch: pytest.Mon
         raise RuntimeError("a peer is gone")
     assert len(closed) == 3
     assert all(any(each is group for each in closed) for group in (inner, outer, gathers))
+
+
+@pytest.mark.parametrize(("backends", "tried"), [("cpu:gloo,cuda:nccl", [0, 2, 3]), ("nccl", [])])
+def test_every_connection_of_gloo_is_closed_though_one_is_closed_already(
+    backends: str, tried: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that waits for this one over another connection would wait until the timeout."""
+    monkeypatch.setattr(failure_report, "_backends", lambda group: backends)
+    asked = []
+
+    class Group:
+        def size(self) -> int:
+            return 4
+
+        def rank(self) -> int:
+            return 1
+
+        def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
+            asked.append(rank)
+            if rank == 0:
+                raise RuntimeError("connection closed by peer")
+            return self
+
+        def wait(self, timeout: timedelta) -> None:
+            assert timeout < timedelta(seconds=1)
+            raise RuntimeError("timed out")
+
+    group: Any = Group()
+    failure_report._close_connections(group)
+    assert asked == tried
 
 
 def test_errors_of_others_and_of_simulated_ranks_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,6 +64,12 @@ GROUPS: dict[str, tuple[int, Callable[[], Any], int, list[Any]]] = {
         [([0, 2], [0, 3]), None, ([0, 2], [2, 5]), ([3, 5], [0, 3]), None, ([3, 5], [2, 5])],
     ),
     "a mesh of one dim": (3, lambda: init_device_mesh("cpu", (3,)), 1, [([0, 1, 2], None)] * 3),
+    "context-parallel ranks alone": (
+        3,
+        lambda: init_device_mesh("cpu", (3,), mesh_dim_names=("cp",)),
+        1,
+        [([0, 1, 2], None)] * 3,
+    ),
     "a mesh of two dims": (
         4,
         lambda: init_device_mesh("cpu", (2, 2), mesh_dim_names=("out", "in")),

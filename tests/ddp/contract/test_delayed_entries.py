@@ -157,24 +157,31 @@ def test_a_tied_weight_gets_the_delayed_gradients_of_both_its_layers(fused_first
     torch.testing.assert_close(first.weight.main_grad, twin.grad)
 
 
+@pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("fuse", [False, True])
-def test_every_expert_gets_its_delayed_gradient(fuse: bool) -> None:
+def test_every_expert_gets_its_delayed_gradient(fuse: bool, frozen: bool) -> None:
+    """One expert may be frozen, which gets none."""
     layer, queue = GroupedLinear(2, 3, 2, bias=False, fuse_wgrad_accumulation=fuse), WgradQueue()
+    layer.weight0.requires_grad_(not frozen)
+    trained = [param for param in layer.parameters() if param.requires_grad]
     ddp = DistributedDataParallel(layer)
     for _ in range(2):
         with delayed_wgrad(queue):
             ddp(torch.ones(5, 3), torch.tensor([2, 3])).sum().backward()
         queue.drain()
         ddp.finish_grad_sync()
-        assert [param.main_grad.tolist() for param in layer.parameters()] == [[[n] * 3] * 2 for n in (2, 3)]
+        assert [param.main_grad.tolist() for param in trained] == [[[n] * 3] * 2 for n in (2, 3)[frozen:]]
+        assert layer.weight0.grad is None or not frozen
         ddp.zero_grad_buffer()
 
 
 def test_a_wrapper_gives_up_what_is_lost_and_computes_what_a_step_lacks() -> None:
     """Steps over its weights are refused only as long as a gradient cannot come."""
-    layer = Linear(3, 1, bias=False)
-    ddp, optimizer = DistributedDataParallel(layer), torch.optim.SGD(layer.parameters(), lr=1.0)
+    layer, second = Linear(3, 1, bias=False), Linear(1, 1, bias=False)
+    ddp = DistributedDataParallel(nn.Sequential(layer, second))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0)
     nn.init.zeros_(layer.weight)
+    nn.init.ones_(second.weight)
     queue = WgradQueue()
     with delayed_wgrad(queue):
         ddp(torch.ones(1, 3)).sum().backward()
@@ -230,8 +237,10 @@ def test_functions_that_were_registered_run_behind_each_backward_dw() -> None:
     layer.register_wgrad_accumulation_and_reduce_hooks(lambda: seen.append(layer.need_backward_dw()))
     layer.backward_dw()
     assert seen == []
-    layer(torch.ones(2, 4)).sum().backward()
-    layer.backward_dw()
+    twin = copy.deepcopy(layer)
+    for each in (layer, twin):  # what is registered with a module is not for its copy
+        each(torch.ones(2, 4)).sum().backward()
+        each.backward_dw()
     assert seen == [True, False]
 
 

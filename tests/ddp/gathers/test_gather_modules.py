@@ -292,7 +292,12 @@ def copy_a_module_whose_parameters_lie_in_a_list() -> tuple[Tensor, Tensor]:
     file.seek(0)
     twin = torch.load(file, weights_only=False)
     x = torch.ones(2, WIDTH)
-    found = twin(x)
+    seen: list[str] = []
+    handle = twin[0].register_forward_pre_hook(lambda *_: seen.append("the user's own hook stays"))
+    for _ in range(2):
+        found = twin(x)
+    assert len(seen) == 2
+    handle.remove()
     check_untouched(twin)
     assert not any(module._forward_pre_hooks for module in twin.modules())
     trained.optimizer.finish_param_sync()

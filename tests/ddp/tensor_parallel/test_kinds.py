@@ -17,6 +17,7 @@ from maingrad.ddp import (
     DistributedOptimizer,
     Muon,
 )
+from maingrad.ddp.collectives.rank_grid import make_grids
 from maingrad.ddp.optimizer.grad_norm import global_grad_norm
 from maingrad.ddp.plan.cut import Box
 from maingrad.ddp.plan.model_slice import ModelSlice, model_slice_of, set_model_slice
@@ -429,6 +430,24 @@ def texts(run: Callable[[], str], ranks: int = 4) -> Iterator[str]:
 def test_refusals_name_the_remedy(run: Callable[[], str]) -> None:
     for text in texts(run):
         assert all(part in text for part in REFUSED[run]), text
+
+
+def test_groups_that_join_other_ranks_on_each_rank_are_refused_on_all() -> None:
+    """As seen from one rank, they are two dims of a mesh: ranks 0 and 1 share data, and name other ranks for slices."""
+
+    def on_each_rank() -> None:
+        rank = dist.get_rank()
+        pairs, crossed = ((0, 1), (2, 3), (4, 5)), ((0, 2), (1, 4), (3, 5))
+        groups = [
+            dist.new_group(next(each for each in those if rank in each), use_local_synchronization=True)
+            for those in (pairs, crossed)
+        ]
+        with pytest.raises(ValueError, match="are no two dims of one mesh"):
+            make_grids(
+                groups[0], None, tensor_ranks=groups[1], has_experts=False, num_instances=1, separate_gather=False
+            )
+
+    simulate(on_each_rank, 6)
 
 
 def test_experts_outside_everyone_are_refused() -> None:

@@ -131,6 +131,27 @@ def test_a_module_added_after_wrapping_is_refused_at_the_next_forward() -> None:
         ddp(make_batches(1)[0])
 
 
+def test_a_parameter_added_to_the_last_layer_of_a_model_that_has_trained_is_refused() -> None:
+    """Everything that was there is what it was."""
+    ddp = wrap(make_model())
+    ddp_backward(ddp, make_batches(1))
+    ddp.zero_grad_buffer()
+    ddp.module[3].more = nn.Parameter(torch.ones(1))
+    with pytest.raises(RuntimeError, match=r"parameter '3.more' .* not there when the model was wrapped"):
+        ddp(make_batches(1)[0])
+
+
+def test_a_parameter_of_a_scripted_module_that_is_replaced_is_refused() -> None:
+    """TorchScript makes the tables of its modules anew with each read."""
+    ddp = wrap(nn.Sequential(torch.jit.script(nn.Linear(2, 2)), nn.Linear(2, 2)))
+    for _ in range(2):
+        ddp(torch.ones(1, 2)).sum().backward()
+        ddp.zero_grad()
+    ddp.module[0].weight = nn.Parameter(torch.ones(2, 2))
+    with pytest.raises(RuntimeError, match=r"parameter '0.weight' was replaced after wrapping"):
+        ddp(torch.ones(1, 2))
+
+
 def test_a_parameter_added_to_a_model_with_a_layer_frozen_meanwhile_is_refused() -> None:
     """What was frozen has a gradient already, and keeps it."""
     ddp = wrap(make_model())

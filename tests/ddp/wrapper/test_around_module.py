@@ -43,6 +43,8 @@ class Scaled(nn.Module):
 class Recording(DistributedDataParallel):
     """A subclass as users write them."""
 
+    temperature = 2.0  # a default in the class, as models have it too
+
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module, DistributedDataParallelConfig())
         self.history: list[float] = []
@@ -58,6 +60,8 @@ def test_attributes_and_methods_of_the_module() -> None:
     assert ddp.config is model.config
     assert ddp.net is model.net
     assert ddp.temperature == 1.0
+    model._calls = 3
+    assert ddp._calls == 3
     assert ddp.ddp_config.overlap_grad_reduce
     assert [hasattr(ddp, name) for name in ("net", "loss", "nothing", "broken")] == [True, True, False, False]
     assert getattr(ddp, "nothing", None) is None
@@ -92,6 +96,10 @@ def test_an_attribute_is_set_where_it_is_read() -> None:
     assert ddp.mark == "new"
     ddp.mark = "newer"
     assert model.mark == "the module's"
+    ddp.eval()  # both have it, and each its own
+    assert (ddp.training, model.training) == (False, False)
+    model.train()
+    assert (ddp.training, model.training) == (False, True)
 
 
 def test_an_attribute_of_the_wrapper_is_the_wrappers_whatever_the_module_has() -> None:
@@ -105,6 +113,9 @@ def test_an_attribute_of_the_wrapper_is_the_wrappers_whatever_the_module_has() -
     ddp.zero_grad_buffer()
     assert (ddp.iteration, model.iteration) == (1, "iteration")
     assert vars(model).keys() == vars(twin).keys()
+    recording = Recording(Scaled())
+    recording.temperature = 3.0
+    assert (recording.temperature, recording.module.temperature) == (3.0, 1.0)
 
 
 def test_errors_are_those_of_whoever_failed() -> None:

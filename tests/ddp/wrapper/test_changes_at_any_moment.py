@@ -58,10 +58,12 @@ def test_unfreezing_behind_a_look_at_shapes_is_refused_before_the_ranks_part() -
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_change_behind_a_methods_forward_is_refused_before_gradients_leave(overlap: bool) -> None:
-    """No forward of the wrapper runs, and no backward hook of its outputs."""
+    """No forward of the wrapper runs, and no backward hook of its outputs. An iteration may have passed."""
 
     def on_rank() -> None:
         run = ddp_run(by_method=True, overlap_grad_reduce=overlap)()
+        run.loss_of(torch.ones(2, 6)).backward()
+        run.step()
         run.loss_of(torch.ones(2, 6))
         unfreeze(run.module)
         loss = run.loss_of(torch.ones(2, 6))

@@ -232,6 +232,19 @@ def test_experts_that_a_rank_has_alone_may_have_a_shape_of_their_own(frozen: boo
     assert torch.equal(*simulate(train, 2))
 
 
+def test_experts_that_ranks_share_have_the_same_shapes() -> None:
+    """The dense parameters, which are compared first, are alike."""
+
+    def on_each_rank() -> None:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4 + dist.get_rank()))
+        for param in model[1].parameters():
+            param.allreduce = False
+        with pytest.raises(ValueError, match=r"the model differs between ranks .*'1\.(weight|bias)'"):
+            DistributedDataParallel(model, expert_process_group=dist.group.WORLD)
+
+    simulate(on_each_rank, 2)
+
+
 def test_a_refusal_names_the_callers_option_and_remedy() -> None:
     """``fully_shard`` has a mesh in place of process groups."""
 

@@ -50,7 +50,8 @@ def test_what_forwards_have_written_ahead_may_be_given_up(give_up: str) -> None:
     ddp = wrap(make_model(), overlap_grad_reduce=True)
     with ddp.no_sync():
         loss_of(ddp, make_batches(1)[0]).backward()
-    ddp.records[0].ahead = Ahead()
+    for record in ddp.records:
+        record.ahead = Ahead()
     getattr(ddp, give_up)()
     assert all(record.ahead is None for record in ddp.records)
     assert {bucket.phase.value for bucket in ddp.buckets} == {"idle"}
@@ -368,6 +369,18 @@ def test_a_part_that_runs_past_the_wrapper_launches_tied_weights_in_its_backward
         loss_of(net, make_batches(1)[0]).backward()
     assert {bucket.phase.value for bucket in ddp.buckets} == {"reducing"}
     ddp.grad_parts.end(net)
+
+
+def test_a_block_of_no_sync_inside_another_ends_with_the_outer_one() -> None:
+    """A helper of the program has a block of its own, and is called in one."""
+    ddp = wrap(make_model(), overlap_grad_reduce=True)
+    with ddp.no_sync():
+        with ddp.no_sync():
+            pass
+        assert not ddp.require_backward_grad_sync
+        loss_of(ddp, make_batches(1)[0]).backward()
+    assert {bucket.phase.value for bucket in ddp.buckets} == {"accumulating"}
+    assert ddp.require_backward_grad_sync
 
 
 @pytest.mark.parametrize("overlap", [False, True])

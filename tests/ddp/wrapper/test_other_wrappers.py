@@ -260,8 +260,11 @@ def delayed_under_torch(ignored: bool, reentrant: bool) -> None:
     model = nn.Sequential(Linear(4, 4, bias=False, delay_wgrad_compute=True), nn.Linear(4, 4))
     if ignored:
         TorchDDP._set_params_and_buffers_to_ignore_for_model(model, ["0.weight"])
-    wrapper = TorchDDP(model)
     x = torch.ones(2, 4, requires_grad=True)
+    model(x).sum().backward()  # it has delayed before, where nobody reduces
+    model[0].backward_dw()
+    model.zero_grad()
+    wrapper = TorchDDP(model)
     if reentrant:
         plain = model[0].forward
         model[0].forward = lambda x: checkpoint(plain, x, use_reentrant=True)
@@ -290,6 +293,9 @@ def delayed_beside_torch(gone: bool) -> None:
     x = torch.ones(2, 4, requires_grad=True)
     with torch.no_grad():
         wrapper(x)
+    layer(x).sum().backward()  # no recompute
+    layer.backward_dw()
+    layer.zero_grad()
     if gone:
         reference = weakref.ref(wrapper)
         del wrapper
