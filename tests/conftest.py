@@ -73,7 +73,9 @@ class MadeOn(TorchFunctionMode):
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--made-on", default=None, help="device of tensors that tests make without one: cuda")
-    parser.addoption("--turn", default="0/1", metavar="K/N", help="of tests marked in_turn, those of turn K of N")
+    parser.addoption(
+        "--turn", default="0/1", metavar="K/N", help="of tests marked in_turn and of matrices, those of turn K of N"
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -111,7 +113,8 @@ def noticers() -> frozenset[str]:
 @pytest.hookimpl(wrapper=True)
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
     """Of each matrix without GPUs, ``make test`` runs as many combinations as its longest axis has values, so that each
-    value of each axis runs once; or ``sampled(n)``, where that takes long. The others are slow.
+    value of each axis runs once; or ``sampled(n)``, where that takes long. With each commit it runs others, up to four
+    times as many in all. The rest is slow.
 
     Combinations without which a known fault would go unnoticed come on top.
     Slow combinations are not even collected where ``-m`` leaves slow tests out: there are ten thousand.
@@ -134,7 +137,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
     sampled = metafunc.definition.get_closest_marker("sampled")
     most = sampled.args[0] if sampled else _longest_axis([each.indices for each in quick])
     if len(quick) > most:
-        kept = sample([dict(each.indices) for each in quick], most)
+        kept = sample([dict(each.indices) for each in quick], most, metafunc.config.getoption("--turn"))
         name = metafunc.definition.nodeid
         kept |= {index for index, each in enumerate(quick) if f"{name}[{each.id}]" in noticers()}
         for index in set(range(len(quick))) - kept:
