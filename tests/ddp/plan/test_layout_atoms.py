@@ -12,7 +12,7 @@ from atoms import ONE_BUCKET, models, spec, starts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maingrad.ddp.plan.atoms import arrange, atom_of, cuts_an_atom, least_shard_numel
+from maingrad.ddp.plan.atoms import ParamSize, arrange, atom_of, cuts_an_atom, least_shard_numel, walk
 from maingrad.ddp.plan.cut import round_up
 from maingrad.ddp.plan.dealing import deal
 from maingrad.ddp.plan.layout import PARAM_ALIGNMENT, BucketLayout, BufferLayout, ParamSlot, ParamSpec, plan_gradients
@@ -69,6 +69,15 @@ def test_a_cut_is_a_border_inside_an_atom(start: int, numel: int, atom: int, sha
     atoms = [set(range(first, min(first + atom, numel))) for first in range(0, numel, atom)]
     owners = [{(start + element) // shard for element in elements} for elements in atoms]
     assert cuts_an_atom(start, numel, atom, shard) is any(len(ranks) > 1 for ranks in owners)
+
+
+@pytest.mark.parametrize(("numel", "start"), [(192, 0), (193, 64), (320, 64), (321, None), (384, None)])
+def test_a_parameter_starts_where_one_border_comes_between_its_atoms_and_no_second_one_comes(
+    numel: int, start: int | None
+) -> None:
+    """Shards of 192 elements are no number of atoms of 128: a second border would lie inside of one."""
+    found = walk([ParamSize(numel, 128)], 192)
+    assert found == (None if start is None else ([start], start + numel))
 
 
 # ---- Plans. ----

@@ -136,6 +136,24 @@ def test_a_second_backward_before_the_sum_is_added() -> None:
         torch.testing.assert_close(found, expected)
 
 
+def backward_behind_the_sum() -> None:
+    """Stages with a copy cannot take the sum apart again; the one between them has nothing that was summed."""
+    stage, data, model, _ = made("ddp")
+    model(data).backward()
+    model.finish_grad_sync()
+    before = [bucket.reduced.clone() for bucket in model.buckets]
+    refused = pytest.raises(RuntimeError, match=r"was reduced: run earlier backwards of an iteration under no_sync\(\)")
+    with nullcontext() if stage == 1 else refused:
+        model(data + 2).backward()
+    if stage != 1:
+        for bucket, reduced in zip(model.buckets, before, strict=True):
+            assert torch.equal(bucket.reduced, reduced)
+
+
+def test_a_second_backward_behind_the_sum_is_refused() -> None:
+    simulate(backward_behind_the_sum, 6)
+
+
 def on_one_stage() -> bool:
     """The first stage is the last one, as in a pipeline of one rank; and a rank outside of the group."""
     alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)

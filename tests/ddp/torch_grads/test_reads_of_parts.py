@@ -218,6 +218,28 @@ def test_what_a_program_takes_of_a_whole_gradient_is_its_own() -> None:
     simulate(check, 1)
 
 
+def test_a_second_optimizers_step_finds_experts_that_the_first_one_has_read() -> None:
+    """The first step has made each ``.grad`` a plain tensor, which is ours, and which no norm is taken of again."""
+
+    def check(num_optimizers: int) -> list[Tensor]:
+        model = make_net()
+        for param in model[2].parameters():
+            param.allreduce = False  # type: ignore[attr-defined]
+        wrapped: Any = DistributedDataParallel(model, expert_process_group=WORLD_OF_ONE)
+        parts = [[*model.parameters()]] if num_optimizers == 1 else [[*model[0].parameters()], [*model[2].parameters()]]
+        optimizers = [torch.optim.SGD(part, lr=0.1, momentum=0.9) for part in parts]
+        for _ in range(2):
+            wrapped(batch(dist.get_rank())).square().mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+        return [param.detach().clone() for param in model.parameters()]
+
+    for found, expected in zip(simulate(check, 2, 2), simulate(check, 2, 1), strict=True):
+        assert all(map(torch.equal, found, expected))
+
+
 def test_experts_that_some_ranks_share_are_no_plain_tensors_either() -> None:
     """Two of four ranks hold an expert: torch's norm of a plain tensor in its place would be that of two ranks."""
 

@@ -454,7 +454,7 @@ def test_wrappers_of_data_parallelism_inside_and_outside() -> None:
         DistributedDataParallel(sharded)
 
 
-def test_torchs_wrapper_of_data_parallelism_inside() -> None:
+def test_torchs_wrapper_of_data_parallelism_inside_and_around() -> None:
     run_ranks(torchs_wrapper, 1)
 
 
@@ -463,6 +463,9 @@ def torchs_wrapper() -> None:
     for model in (module, nn.Sequential(module)):
         with pytest.raises(ValueError, match=r"is wrapped in torch's DistributedDataParallel already: shard what it"):
             fully_shard(model)
+    for around in (fully_shard(Block()), nn.Sequential(nn.Linear(2, 2), fully_shard(Block()))):
+        with pytest.raises(ValueError, match=r"DistributedDataParallel around .* of maingrad\.fsdp\.fully_shard"):
+            nn.parallel.DistributedDataParallel(around)
 
 
 def test_policies_that_cannot_be() -> None:
