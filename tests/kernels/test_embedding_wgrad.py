@@ -178,11 +178,12 @@ def test_rows_of_an_id_are_added_in_the_order_of_their_positions(monkeypatch: py
     assert main_grad.flatten().tolist() == [5.0, 0.0], "1 is lost beside 2^30"
 
 
-def test_half_precision_is_summed_in_fp32() -> None:
+@pytest.mark.parametrize("into", [torch.float32, torch.bfloat16])
+def test_half_precision_is_summed_in_fp32(into: torch.dtype) -> None:
     dy = torch.tensor([[256.0], [1.0], [-256.0]]).bfloat16()
     for run in (triton, embedding_wgrad_accumulate):
         device = "cuda" if torch.cuda.is_available() and run is triton else "cpu"
-        main_grad = torch.zeros(1, 1, device=device)
+        main_grad = torch.zeros(1, 1, dtype=into, device=device)
         run(dy.to(device), torch.zeros(3, dtype=torch.int32, device=device), main_grad, overwrite=False)
         assert main_grad.item() == 1.0
 

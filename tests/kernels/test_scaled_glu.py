@@ -134,6 +134,17 @@ def test_rows_of_zeros_stay_zeros(run: Callable[..., Any], device: str) -> None:
 
 @pytest.mark.parametrize("run", [called, launched])
 @pytest.mark.parametrize("device", LAUNCHER_DEVICES)
+@pytest.mark.parametrize("activation", ["reglu", "sreglu"])
+def test_a_gate_of_zero_gets_no_gradient(run: Callable[..., Any], device: str, activation: str) -> None:
+    """As torch's relu has it: the linear half beside the gate is not 0."""
+    da, h, probs = operands(4, 12, torch.float32, device)
+    h[:, :6] = 0
+    a, dh, _ = run(da, h, probs, activation)
+    assert not a[:, :6].any() and not dh[:, :6].any() and dh[:, 6:12].any()
+
+
+@pytest.mark.parametrize("run", [called, launched])
+@pytest.mark.parametrize("device", LAUNCHER_DEVICES)
 @pytest.mark.parametrize(("rows", "features"), [(0, 8), (5, 0), (0, 0)])
 def test_nothing_to_do(run: Callable[..., Any], device: str, rows: int, features: int) -> None:
     da, h, probs = operands(rows, features, torch.float32, device)

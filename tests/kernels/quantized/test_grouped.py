@@ -223,6 +223,11 @@ def test_weight_gradients(name: str, dtype: torch.dtype) -> None:
     scaled_grouped_wgrad_accumulate(*operands, grads, overwrite=overwrite)
     packed = torch.zeros(4, 9, FEATURES, dtype=dtype)
     scaled_grouped_wgrad_accumulate(*operands, packed)
+    if dtype is torch.bfloat16:
+        products, sums = torch.zeros(4, 9, FEATURES), torch.ones(4, 9, FEATURES, dtype=dtype)
+        for each in (products, sums):
+            scaled_grouped_wgrad_accumulate(*operands, each)
+        assert torch.equal(sums, (1.0 + products).to(dtype)), "a sum is rounded once"
     tolerance = 1e-5 if dtype is torch.float32 else 2**-6
     for expert, (start, end) in enumerate(itertools.pairwise(offsets.tolist())):
         product = torch.zeros(9, FEATURES, dtype=torch.float64)

@@ -99,6 +99,7 @@ def test_round_trip_through_json(tmp_path: Path):
         ({"model": {"dim": "64"}}, "model.dim: must be int, not str"),
         ({"model": {"dim": 64.0}}, "model.dim: must be int, not float"),
         ({"train": {"steps": True}}, "train.steps: must be int, not bool"),
+        ({"optimizer": {"weight_decay": True}}, "optimizer.weight_decay: must be float, not bool"),
         ({"ddp": {"overlap_grad_reduce": "false"}}, "ddp.overlap_grad_reduce: must be bool, not str"),
         ({"ddp": {"bucket_size": "big"}}, "ddp.bucket_size: must be int, not str"),
         ({"optimizer": {"betas": [0.9, "x"]}}, "optimizer.betas.1: must be float, not str"),
