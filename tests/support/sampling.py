@@ -1,7 +1,8 @@
 """Which combinations of a large matrix are tried first, and which long tests it is the turn of."""
 
 import zlib
-from itertools import combinations
+from collections.abc import Iterator
+from itertools import combinations, islice
 from typing import Any
 
 __all__ = ["is_its_turn", "sample"]
@@ -22,13 +23,14 @@ def sample(places: list[dict[str, int]], most: int, turn: str = "0/1") -> set[in
     ``0/1`` all. Tests that run in every N-th turn alone (``is_its_turn``) come to all samples as well.
     """
     number, turns = map(int, turn.split("/"))
-    samples = _samples(places, most)
+    samples = islice(_samples(places, most), _SAMPLES)
     if turns == 1:
         return set().union(*samples)
-    return samples[(number + number // turns) % len(samples)]
+    num_samples = min(_SAMPLES, -(-len(places) // most))
+    return next(islice(samples, (number + number // turns) % num_samples, None))  # makes none behind it: they take time
 
 
-def _samples(places: list[dict[str, int]], most: int) -> list[set[int]]:
+def _samples(places: list[dict[str, int]], most: int) -> Iterator[set[int]]:
     """Each next place brings most values that none before it in its sample has, then most pairs of values that none in
     any sample has; of those that bring as much it is the one farthest from all before it. So a sample shows all values
     of axes that are no longer than ``most``, as far as places are left.
@@ -36,9 +38,9 @@ def _samples(places: list[dict[str, int]], most: int) -> list[set[int]]:
     axes = [axis for axis in places[0] if len({place[axis] for place in places}) > 1]
     values = [{(axis, place[axis]) for axis in axes} for place in places]
     pairs = [set(combinations(sorted(each), 2)) for each in values]
-    samples, seen_pairs = list[set[int]](), set[Any]()
+    seen_pairs = set[Any]()
     distances = dict.fromkeys(range(len(places)), len(places))
-    while distances and len(samples) < _SAMPLES:
+    while distances:
         kept, seen_values = set[int](), set[tuple[str, int]]()
         while distances and len(kept) < most:
             best = max(
@@ -50,5 +52,4 @@ def _samples(places: list[dict[str, int]], most: int) -> list[set[int]]:
             kept.add(best)
             seen_values |= values[best]
             seen_pairs |= pairs[best]
-        samples.append(kept)
-    return samples
+        yield kept
