@@ -28,7 +28,7 @@ from ..torch_grads.optimizer import clear_exposed_grad, guard_stock_optimizers
 from ..torch_grads.shown_grad import ShownGrad
 from ..torch_internals import DisableTorchFunctionSubclass
 
-__all__ = ["AroundModule", "allow_training", "attach_params", "detach_params", "discard_grads"]
+__all__ = ["AroundModule", "attach_params", "detach_params", "discard_grads"]
 
 
 class _Attached(NamedTuple):
@@ -57,7 +57,7 @@ def attach_params(
         owners = [module for module, _ in entry.owned.owners]
         listen_to_foreign_delays(entry.owned.param, entry.record, entry.owned.owners)
         entry.bucket.attach(entry.owned.param, entry.record)
-        allow_training(owners)
+        _allow_training(owners)
         references = tuple(weakref.ref(module) for module in owners)
         attached.append(_Attached(TensorWeakRef(entry.owned.param), entry.record, references))
     guard_stock_optimizers()
@@ -121,7 +121,7 @@ def _refuse_to_train(module: nn.Module, args: Any) -> None:
         return
     mine = [param for param in module._parameters.values() if param is not None and former_name(param) is not None]
     if not mine:  # wrapped again since, or a copy
-        allow_training([module])
+        _allow_training([module])
         return
     if in_torch_ddp() or world_size() == 1:
         return
@@ -134,7 +134,7 @@ def _refuse_to_train(module: nn.Module, args: Any) -> None:
             )
 
 
-def allow_training(modules: Iterable[nn.Module]) -> None:
+def _allow_training(modules: Iterable[nn.Module]) -> None:
     """A wrapper reduces the gradients of these modules' parameters again."""
     for module in modules:
         hooks = module._forward_pre_hooks
