@@ -189,6 +189,9 @@ class Trainer:
         self.saver.finish()
         self.recorder.close()
         self._conclude(validation_loss, bigram, seconds, interrupted=interrupted)
+        # Rank 0 alone waited for the last gathers. A process that ends before them leaves rank 0 in them for ever.
+        if self.runtime.device.type == "cuda":
+            torch.cuda.synchronize(self.runtime.device)
         steps, is_main = pace.step, self.runtime.is_main
         return TrainResult(tuple(losses), validation_loss, bigram, steps, seconds, interrupted, is_main, self.module)
 
