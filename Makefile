@@ -1,12 +1,12 @@
 # maingrad: `make train` and `make test` need nothing but Python 3.11+ and a network for the first run.
 #
 #   make train      train a byte-level GPT on two CPU processes; pictures and metrics land in runs/
-#   make test       the tests (three workers on two cores); samples of large matrices; of long tests another quarter with
+#   make test       the tests (three workers on two cores); samples of large matrices; of long tests another sixth with
 #                   each commit (TURN=0/1: all of them)
 #   make test-all   slow tests too, and property tests at full counts
 #   make test-newest  the quick start and a sample of the tests, with the newest versions that pip gives
 #   make fuzz       programs as users write them, beside plain PyTorch: SECONDS=600, SEEDS=0:100, or SEED=1234 to replay one
-#   make faults     bring each known fault back; its tests must notice (ARGS="--only 34" or "--share 0/4": some of them)
+#   make faults     bring each known fault back; its tests must notice (ARGS="--only 34" or "--share 0/6": some of them)
 #   make check      ruff, mypy (--strict on the library), import direction, the site without warnings
 #   make docs       the site alone, in .build/site
 #   make test-gpu   the tests marked gpu
@@ -21,8 +21,8 @@ VENV ?= .venv
 WORKERS ?= 2
 CONFIG ?= launch/configs/stdlib.toml
 RANKS ?= 2
-# Long tests run in turn: their K-th of N parts.
-TURN ?= $(shell git rev-list --count HEAD 2>/dev/null || echo 0)/4
+# Long tests run in turn: their K-th of N parts. .ci/run brings the same share of the known faults back.
+TURN ?= $(shell git rev-list --count HEAD 2>/dev/null || echo 0)/6
 # Keeps the environments of make test-newest.
 NEWEST ?= .build/newest
 

@@ -2,6 +2,7 @@
 
 from itertools import product
 
+import pytest
 from sampling import is_its_turn, sample
 
 
@@ -44,9 +45,11 @@ def test_all_turns_together_show_each_pair_of_values() -> None:
     assert [len({(place[one], place[other]) for place in kept}) for one, other in ("ab", "ac", "bc")] == [12, 8, 6]
 
 
-def test_a_test_that_has_every_fourth_turn_comes_to_all_samples() -> None:
+@pytest.mark.parametrize("turns", [4, 6])
+def test_a_test_that_has_one_turn_of_several_comes_to_all_samples(turns: int) -> None:
     places = matrix(5, 4, 2)
-    assert set.union(*(sample(places, 5, f"{turn}/4") for turn in (2, 6, 10, 14))) == sample(places, 5)
+    own = [sample(places, 5, f"{2 + turns * again}/{turns}") for again in range(4)]
+    assert set.union(*own) == sample(places, 5)
 
 
 def test_of_few_samples_a_turn_runs_one() -> None:
