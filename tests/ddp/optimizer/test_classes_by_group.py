@@ -528,3 +528,15 @@ def test_a_state_without_an_option_of_one_class_has_its_default() -> None:
     other.load_state_dict(state)
     splits = [group.get("split") for group in other.param_groups]
     assert splits == [1 if cls is Muon else None for cls in other.classes_of_groups] and 1 in splits
+
+
+def test_parameters_that_a_program_writes_are_masters_of_their_own_class() -> None:
+    ddp, optimizer = build(BF16, {})
+    train(ddp, optimizer, BF16, range(1))
+    with torch.no_grad():
+        for param in ddp.parameters():
+            param.add_(1.0)
+    optimizer.refresh_masters()
+    assert {held.group for held in optimizer.slices} == {0, 1, 2, 3}
+    for held in optimizer.slices:
+        assert torch.equal(held.master, held.bucket_param.owned.param.detach().float().flatten()), held.name

@@ -1,6 +1,7 @@
 """``DistributedOptimizer(state="compact")``: masters of 32 bits in a bf16 parameter and 16 bits beside it. And state
 that lies on the host, ``offload_state="host"``, in either form."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -434,6 +435,11 @@ def test_fp16_parameters_are_refused_and_fp32_ones_are_masters() -> None:
     for part in optimizer.full_slices():
         assert part.master.dtype is torch.float32
         assert torch.equal(part.master, part.param) == (part.param.dtype is torch.float32)
+    taken = full_state(optimizer)
+    kept = copy.deepcopy(taken)
+    trained(optimizer, range(3, 4))
+    for name, tensors in taken.items():
+        assert all(map(torch.equal, tensors, kept[name])), "copies, which a step leaves alone"
 
 
 def test_parallelize_and_make_optimizer_take_it() -> None:

@@ -276,6 +276,20 @@ def test_what_is_put_into_grad_before_our_clipping_is_clipped(
             torch.testing.assert_close(found[name], weight, rtol=1e-5, atol=1e-6)
 
 
+def test_what_is_put_into_grad_is_shown_as_a_part_behind_our_clipping() -> None:
+    def run() -> None:
+        ddp = wrap(make_model(), use_distributed_optimizer=True)
+        loss_of(ddp, make_batches(1)[0]).backward()
+        params: list[Any] = list(ddp.parameters())
+        replaced_after_a_read(params)
+        put = [param.grad for param in params]
+        assert clip_grad_norm(ddp, 1e9) > 0
+        for param, expected in zip(params, put, strict=True):
+            assert torch.equal(param.grad.full_tensor(), expected)
+
+    simulate(run, 2)
+
+
 def scaled_behind_a_read() -> tuple[float, float, float]:
     """``.grad`` of bf16 parameters is a copy of ``main_grad``, which our clipping and scaling change."""
     torch.manual_seed(0)
