@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch import nn
 
+from maingrad.ddp import DistributedDataParallelConfig
 from maingrad.ddp.plan.cut import Box
 from maingrad.ddp.plan.model_slice import ModelSlice, model_slice_of, set_model_slice, slice_of_blocks, slice_of_marks
-from maingrad.ddp.plan.owned_params import find_tensor_ranks, slices_of
+from maingrad.ddp.plan.owned_params import find_owned_params, find_tensor_ranks, plan_model, slices_of
 from maingrad.launch import simulate
 
 
@@ -62,6 +63,21 @@ def test_an_uneven_cut_is_as_large_as_its_largest_slice():
         return ModelSlice((7, 2), (Box((start, 0), (rows, 2)),), 0, group, "slice").largest_shape
 
     assert simulate(largest, 2) == [(4, 2), (4, 2)]
+
+
+def test_ranks_with_smaller_slices_have_the_same_buckets():
+    """Eight elements fill a bucket, and the second rank has six."""
+
+    def planned():
+        group = torch.distributed.group.WORLD
+        start, rows = (0, 4) if group.rank() == 0 else (4, 3)
+        held = ModelSlice((7, 2), (Box((start, 0), (rows, 2)),), 0, group, "slice")
+        model = nn.ParameterDict({"bias": torch.zeros(2), "weight": torch.zeros(rows, 2)})
+        config = DistributedDataParallelConfig(bucket_size=8)
+        plan = plan_model(find_owned_params(model), config, shard_degree=1, slices={"weight": held})
+        return [[(slot.spec.name, slot.spec.shape) for slot in bucket.slots] for bucket in plan.buckets]
+
+    assert simulate(planned, 2) == [[[("weight", (rows, 2))], [("bias", (2,))]] for rows in (4, 3)]
 
 
 @pytest.mark.parametrize(
