@@ -91,6 +91,13 @@ def test_delayed_gradients_that_are_pending_are_computed_first() -> None:
     plain(make_batches(1)[0]).sum().backward()
     assert plain.weight.grad is not None
     torch.testing.assert_close(clip_grad_norm_(ddp.parameters(), 1.0), plain.weight.grad.norm())
+    stepped = Linear(8, 4, bias=False, fuse_wgrad_accumulation=True, delay_wgrad_compute=True)
+    stepped.load_state_dict(plain.state_dict())
+    ddp = wrap(stepped)
+    optimizer = DistributedOptimizer(ddp, lr=1.0, optimizer_class=torch.optim.SGD)
+    ddp(make_batches(1)[0]).sum().backward()
+    optimizer.step()
+    torch.testing.assert_close(stepped.weight.detach(), plain.weight.detach() - plain.weight.grad)
 
 
 def test_our_own_ways_to_clip_are_torchs() -> None:
