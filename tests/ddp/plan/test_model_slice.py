@@ -128,3 +128,22 @@ def test_experts_and_slices_over_one_rank_say_nothing_of_tensor_parallel_ranks()
         return first, ranks.ranks, sorted(slices_of(model, ranks))
 
     assert simulate(told, 2) == [(None, [0, 1], ["cut.weight", "whole.weight"])] * 2
+
+
+def test_layers_with_slices_say_themselves_over_which_ranks_they_are_cut():
+    def layer(members, *, cut):
+        made = nn.Linear(4, 4, bias=False)
+        made.tensor_parallel_members = members
+        made.weight.tensor_model_parallel = cut
+        return made
+
+    def on_each_rank():
+        world = torch.distributed.group.WORLD
+        everyone, pair = [0, 1, 2, 3], [0, 1]
+        around = nn.Sequential(layer(everyone, cut=True), layer(pair, cut=False))
+        around.tensor_parallel_members = pair  # of a module without parameters of its own
+        assert find_tensor_ranks(around, world).ranks == everyone
+        with pytest.raises(ValueError, match=r"layer '1' is cut over ranks \[0, 1\], and .* has ranks \[0, 1, 2, 3\]"):
+            find_tensor_ranks(nn.Sequential(layer(everyone, cut=True), layer(pair, cut=True)), world)
+
+    simulate(on_each_rank, 4)

@@ -189,6 +189,23 @@ def test_marks_of_a_dtensor_are_the_parameters() -> None:
     simulate(on_each_rank, 2)
 
 
+def test_copies_of_experts_are_experts() -> None:
+    """A copy of a module has lost the mark on its parameters, and its layouts know it."""
+
+    def on_each_rank() -> None:
+        mesh = make_mesh(1, 2)
+        layer = nn.Linear(6, 6, bias=False)
+        layer.weight = distributed(layer.weight, mesh["tp"], Shard(0))
+        layer.weight.allreduce = False  # type: ignore[assignment]
+        twin = localize(copy.deepcopy(localize(layer)))
+        for each in (layer, twin):
+            held = model_slice_of(each.weight)
+            assert held is not None and held.grad == "expert"
+            assert each.weight.allreduce is False
+
+    simulate(on_each_rank, 2)
+
+
 @pytest.mark.in_turn
 @pytest.mark.parametrize("wrapper", ["ddp", "fully_shard"])
 def test_an_optimizer_of_before_wrapping_is_refused(wrapper: str) -> None:

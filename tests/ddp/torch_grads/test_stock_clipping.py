@@ -25,7 +25,12 @@ from torch import Tensor, nn
 # As most programs have it: by name, before the library is there.
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
 
-from maingrad.ddp import DistributedDataParallel, DistributedOptimizer, clip_grad_norm
+from maingrad.ddp import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    DistributedOptimizer,
+    clip_grad_norm,
+)
 from maingrad.fsdp import fully_shard
 from maingrad.launch import simulate
 from maingrad.te_integration import Linear
@@ -281,6 +286,23 @@ def test_what_is_put_into_grad_before_our_clipping_is_clipped(
     for found in simulate(run, 2):
         for name, weight in weights(plain).items():
             torch.testing.assert_close(found[name], weight, rtol=1e-5, atol=1e-6)
+
+
+def test_norms_are_those_of_the_wrappers_ranks_alone() -> None:
+    """Two models train side by side, on two ranks each."""
+
+    def run() -> None:
+        pairs = [dist.new_group([first, first + 1]) for first in (0, 2)]
+        config = DistributedDataParallelConfig(use_distributed_optimizer=True)
+        ddp = DistributedDataParallel(make_model(), config, process_group=pairs[dist.get_rank() // 2])
+        (loss_of(ddp, make_batches(1)[0]) * (1 + dist.get_rank() // 2)).backward()
+        for param in ddp.parameters():
+            grad: Any = param.grad
+            whole = grad.full_tensor()
+            torch.testing.assert_close(grad.norm(torch.inf), whole.abs().max())
+            torch.testing.assert_close(grad.norm(), whole.norm())
+
+    simulate(run, 4)
 
 
 def test_what_is_put_into_grad_is_shown_as_a_part_behind_our_clipping() -> None:
