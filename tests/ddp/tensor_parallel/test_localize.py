@@ -228,6 +228,35 @@ def test_an_optimizer_of_before_wrapping_is_refused(wrapper: str) -> None:
     simulate(on_each_rank, 4)
 
 
+def test_states_of_optimizers_have_whole_shapes_and_load_from_whole_tensors() -> None:
+    def on_each_rank() -> None:
+        mesh = make_mesh(1, 2)
+        layer = nn.Linear(6, 6)
+        layer.weight, layer.bias = (distributed(each, mesh["tp"], Shard(0)) for each in (layer.weight, layer.bias))
+        localize(layer)
+        optimizer = torch.optim.AdamW(layer.parameters())
+        for given in (torch.ones(6, 6), torch.arange(36.0).view(6, 6)):
+            layer.weight.grad = torch.ones_like(layer.weight)  # the bias has no gradient, and no state
+            optimizer.step()
+            saved = optimizer.state_dict()
+            assert list(saved["state"]) == [0]
+            moment = saved["state"][0]["exp_avg"]
+            assert isinstance(moment, DTensor) and moment.shape == (6, 6)
+            saved["state"][0] |= {"exp_avg": given, "step": 5.0}
+            optimizer.load_state_dict(saved)
+            state = optimizer.state[layer.weight]
+            assert type(state["exp_avg"]) is Tensor and state["step"] == 5
+            assert torch.equal(state["exp_avg"], given.chunk(2)[dist.get_rank()])
+            assert state["exp_avg_sq"].shape == (3, 6)
+        assert len(optimizer._optimizer_state_dict_post_hooks) == 1, "two steps"
+        plain = nn.Linear(2, 2)
+        other = torch.optim.SGD(plain.parameters())
+        other.step()
+        assert not other._optimizer_state_dict_post_hooks, "of no slices"
+
+    simulate(on_each_rank, 2)
+
+
 def test_a_forward_that_fails_leaves_local_parameters() -> None:
     class Failing(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
