@@ -67,6 +67,7 @@ def test_their_delayed_gradients_count_and_hold_their_bucket(form: str, microbat
                 ddp.finish_grad_sync()
             backward_dw(model)
         assert {bucket.phase.value for bucket in ddp.buckets} == {"reducing"}, "launched without finish_grad_sync"
+        assert all(parameter.grad is not None for parameter in model.parameters()), "for who clips"
         ddp.finish_grad_sync()
         for name, parameter in model.named_parameters():
             torch.testing.assert_close(parameter.main_grad, expected[name])

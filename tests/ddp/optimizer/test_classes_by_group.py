@@ -7,6 +7,7 @@ up by hand.
 import copy
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from maingrad.ddp import (
     load_checkpoint,
     save_checkpoint,
 )
+from maingrad.ddp.optimizer.steps import StepsByClass
 from maingrad.ddp.plan.owned_params import find_owned_params, plan_model
 from maingrad.launch import simulate
 
@@ -528,3 +530,30 @@ def test_a_state_without_an_option_of_one_class_has_its_default() -> None:
     other.load_state_dict(state)
     splits = [group.get("split") for group in other.param_groups]
     assert splits == [1 if cls is Muon else None for cls in other.classes_of_groups] and 1 in splits
+
+
+def test_parameters_that_a_program_writes_are_masters_of_their_own_class() -> None:
+    ddp, optimizer = build(BF16, {})
+    train(ddp, optimizer, BF16, range(1))
+    with torch.no_grad():
+        for param in ddp.parameters():
+            param.add_(1.0)
+    optimizer.refresh_masters()
+    assert {held.group for held in optimizer.slices} == {0, 1, 2, 3}
+    for held in optimizer.slices:
+        assert torch.equal(held.master, held.bucket_param.owned.param.detach().float().flatten()), held.name
+
+
+def test_all_classes_are_told_of_a_replay() -> None:
+    told: list[str] = []
+
+    def of(name: str) -> Any:
+        return SimpleNamespace(flats=[], slices=[], is_running=False, prepare_replay=lambda: told.append(name))
+
+    first, second = of("first"), of("second")
+    both = StepsByClass([first, second], [], [])
+    both.prepare_replay()
+    assert told == ["first", "second"]
+    assert not both.is_running
+    second.is_running = True
+    assert both.is_running

@@ -1,6 +1,7 @@
 """``DistributedOptimizer(state="compact")``: masters of 32 bits in a bf16 parameter and 16 bits beside it. And state
 that lies on the host, ``offload_state="host"``, in either form."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 import maingrad
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer, GradScaler
 from maingrad.ddp.checkpoint.checkpoint import load_checkpoint, save_checkpoint
+from maingrad.ddp.optimizer.host_state import HostState
 from maingrad.kernels.optimizer.adamw import AdamUpdate
 from maingrad.kernels.optimizer.reference import AdamOptions, UpdateRow, split_master
 from maingrad.launch import simulate
@@ -131,6 +133,19 @@ def test_state_on_the_host_has_the_same_bits(form: dict[str, Any], sharded: bool
 
 
 @pytest.mark.in_turn
+@pytest.mark.parametrize("form", [{}, COMPACT], ids=["full", "compact"])
+@pytest.mark.parametrize("place", [None, "host"])
+def test_state_on_the_host_alone_passes_through_the_device(
+    form: dict[str, Any], place: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    optimizer = DistributedOptimizer(wrap(make_model()), **HYPER, **form, offload_state=place)
+    passed: list[int] = []
+    visits = HostState.visits
+    monkeypatch.setattr(HostState, "visits", lambda self, *given: passed.append(1) or visits(self, *given))
+    trained(optimizer, range(1))
+    assert bool(passed) is (place == "host")
+
+
 def test_replicas_and_ranks_stay_equal_and_moments_are_bf16() -> None:
     def train(sharded: bool) -> tuple[dict[str, Tensor], set[torch.dtype]]:
         ddp = wrap(make_model(), sharded)
@@ -434,6 +449,11 @@ def test_fp16_parameters_are_refused_and_fp32_ones_are_masters() -> None:
     for part in optimizer.full_slices():
         assert part.master.dtype is torch.float32
         assert torch.equal(part.master, part.param) == (part.param.dtype is torch.float32)
+    taken = full_state(optimizer)
+    kept = copy.deepcopy(taken)
+    trained(optimizer, range(3, 4))
+    for name, tensors in taken.items():
+        assert all(map(torch.equal, tensors, kept[name])), "copies, which a step leaves alone"
 
 
 def test_parallelize_and_make_optimizer_take_it() -> None:

@@ -148,6 +148,20 @@ def test_segments_of_groups_follow_each_other_and_leave_no_padding_out(ranks: in
             assert segments[-1][1] == segments[-1][2]
 
 
+def test_segments_lie_in_the_order_of_memory() -> None:
+    """The vector lies before the matrix, of which a border between two rows then cuts off the last three."""
+
+    def on_each_rank() -> list[tuple[int, int, int]]:
+        model = nn.ParameterDict({"bias": torch.ones(64), "weight": torch.ones(6, 192)})
+        ddp = wrap(model, use_distributed_optimizer=True, shard_atom=192)
+        (layout,) = (bucket.layout for bucket in ddp.buckets)
+        assert [slot.spec.name for slot in layout.slots] == ["weight", "bias"]
+        optimizer = DistributedOptimizer(ddp, param_groups=[{"params": "weight"}])
+        return [(each.start, each.end, each.group) for each in optimizer.segments]
+
+    assert simulate(on_each_rank, 2) == [[(0, 64, 1), (64, 640, 0)], [(0, 640, 0)]]
+
+
 # ---- Schedulers. ----
 
 SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], lr_scheduler.LRScheduler]] = {

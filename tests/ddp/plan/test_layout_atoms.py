@@ -80,6 +80,16 @@ def test_a_parameter_starts_where_one_border_comes_between_its_atoms_and_no_seco
     assert found == (None if start is None else ([start], start + numel))
 
 
+def test_two_atoms_that_do_not_end_before_the_next_border_start_there() -> None:
+    """Two atoms of 96 elements are a shard. Behind 64 elements a border would come inside of the second one."""
+    assert walk([ParamSize(64, 64), ParamSize(192, 96)], 192) == ([0, 192], 384)
+
+
+def test_parameters_without_elements_take_no_place() -> None:
+    sizes = [ParamSize(0, 1), ParamSize(192, 96), ParamSize(0, 96), ParamSize(64, 64)]
+    assert walk(sizes, 192) == ([0, 192, 0, 0], 384)
+
+
 # ---- Plans. ----
 
 

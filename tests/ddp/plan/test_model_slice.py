@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch import nn
 
+from maingrad.ddp import DistributedDataParallelConfig
 from maingrad.ddp.plan.cut import Box
 from maingrad.ddp.plan.model_slice import ModelSlice, model_slice_of, set_model_slice, slice_of_blocks, slice_of_marks
-from maingrad.ddp.plan.owned_params import find_tensor_ranks, slices_of
+from maingrad.ddp.plan.owned_params import find_owned_params, find_tensor_ranks, plan_model, slices_of
 from maingrad.launch import simulate
 
 
@@ -64,6 +65,21 @@ def test_an_uneven_cut_is_as_large_as_its_largest_slice():
     assert simulate(largest, 2) == [(4, 2), (4, 2)]
 
 
+def test_ranks_with_smaller_slices_have_the_same_buckets():
+    """Eight elements fill a bucket, and the second rank has six."""
+
+    def planned():
+        group = torch.distributed.group.WORLD
+        start, rows = (0, 4) if group.rank() == 0 else (4, 3)
+        held = ModelSlice((7, 2), (Box((start, 0), (rows, 2)),), 0, group, "slice")
+        model = nn.ParameterDict({"bias": torch.zeros(2), "weight": torch.zeros(rows, 2)})
+        config = DistributedDataParallelConfig(bucket_size=8)
+        plan = plan_model(find_owned_params(model), config, shard_degree=1, slices={"weight": held})
+        return [[(slot.spec.name, slot.spec.shape) for slot in bucket.slots] for bucket in plan.buckets]
+
+    assert simulate(planned, 2) == [[[("weight", (rows, 2))], [("bias", (2,))]] for rows in (4, 3)]
+
+
 @pytest.mark.parametrize(
     ("blocks", "local", "is_uneven"),
     [
@@ -112,3 +128,22 @@ def test_experts_and_slices_over_one_rank_say_nothing_of_tensor_parallel_ranks()
         return first, ranks.ranks, sorted(slices_of(model, ranks))
 
     assert simulate(told, 2) == [(None, [0, 1], ["cut.weight", "whole.weight"])] * 2
+
+
+def test_layers_with_slices_say_themselves_over_which_ranks_they_are_cut():
+    def layer(members, *, cut):
+        made = nn.Linear(4, 4, bias=False)
+        made.tensor_parallel_members = members
+        made.weight.tensor_model_parallel = cut
+        return made
+
+    def on_each_rank():
+        world = torch.distributed.group.WORLD
+        everyone, pair = [0, 1, 2, 3], [0, 1]
+        around = nn.Sequential(layer(everyone, cut=True), layer(pair, cut=False))
+        around.tensor_parallel_members = pair  # of a module without parameters of its own
+        assert find_tensor_ranks(around, world).ranks == everyone
+        with pytest.raises(ValueError, match=r"layer '1' is cut over ranks \[0, 1\], and .* has ranks \[0, 1, 2, 3\]"):
+            find_tensor_ranks(nn.Sequential(layer(everyone, cut=True), layer(pair, cut=True)), world)
+
+    simulate(on_each_rank, 4)

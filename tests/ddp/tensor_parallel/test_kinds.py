@@ -360,29 +360,29 @@ def test_a_stock_muon_over_slices_is_refused(known: bool) -> None:
         assert "Muon updates whole parameters, and tensor-parallel ranks have slices of '0.weight'" in text
 
 
-def muon_of_copies() -> tuple[list[Tensor], list[Tensor]]:
+def muon_of_copies(stock: bool) -> tuple[list[Tensor], list[Tensor]]:
     """Matrices that all ranks hold, before and after a step beside AdamW for slices."""
     ranks = ranks_of_mesh(FOUR)
     names = ["first.weight", "head.weight"]
-    model = wrap(
-        cut(CutModel(), ranks.tp.get_group()), ranks, use_distributed_optimizer=True, keep_matrices_whole=names
-    )
+    config: dict[str, Any] = {} if stock else {"use_distributed_optimizer": True, "keep_matrices_whole": names}
+    model = wrap(cut(CutModel(), ranks.tp.get_group()), ranks, **config)
+    copies = [model.module.get_parameter(name) for name in names]
     groups = [{"params": names, "optimizer": Muon, "lr": 0.02}]
-    optimizer = DistributedOptimizer(model, lr=0.1, param_groups=groups)
-    before = [model.module.get_parameter(name).detach().clone() for name in names]
+    optimizer: Any = Muon(copies, lr=0.02) if stock else DistributedOptimizer(model, lr=0.1, param_groups=groups)
+    before = [param.detach().clone() for param in copies]
     loss_of(model, ranks.data_index).backward()
     optimizer.step()
-    optimizer.finish_param_sync()
     return before, [model.module.get_parameter(name).detach() for name in names]
 
 
-def test_copies_may_have_muon() -> None:
+@pytest.mark.parametrize("stock", [False, True])
+def test_copies_may_have_muon(stock: bool) -> None:
     """As in plain PyTorch on the data of both."""
     plain = CutModel()
     (sum(loss_of(plain, data) for data in range(2)) / 2).backward()
     params = [plain.first.weight, plain.head.weight]
     Muon(params, lr=0.02).step()
-    for before, after in simulate(muon_of_copies, 4):
+    for before, after in simulate(muon_of_copies, 4, stock):
         for old, new, expected in zip(before, after, params, strict=True):
             assert not torch.equal(old, new)
             torch.testing.assert_close(new, expected.detach(), rtol=1e-5, atol=1e-6)

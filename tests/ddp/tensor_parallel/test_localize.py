@@ -189,6 +189,23 @@ def test_marks_of_a_dtensor_are_the_parameters() -> None:
     simulate(on_each_rank, 2)
 
 
+def test_copies_of_experts_are_experts() -> None:
+    """A copy of a module has lost the mark on its parameters, and its layouts know it."""
+
+    def on_each_rank() -> None:
+        mesh = make_mesh(1, 2)
+        layer = nn.Linear(6, 6, bias=False)
+        layer.weight = distributed(layer.weight, mesh["tp"], Shard(0))
+        layer.weight.allreduce = False  # type: ignore[assignment]
+        twin = localize(copy.deepcopy(localize(layer)))
+        for each in (layer, twin):
+            held = model_slice_of(each.weight)
+            assert held is not None and held.grad == "expert"
+            assert each.weight.allreduce is False
+
+    simulate(on_each_rank, 2)
+
+
 @pytest.mark.in_turn
 @pytest.mark.parametrize("wrapper", ["ddp", "fully_shard"])
 def test_an_optimizer_of_before_wrapping_is_refused(wrapper: str) -> None:
@@ -209,6 +226,35 @@ def test_an_optimizer_of_before_wrapping_is_refused(wrapper: str) -> None:
         torch.optim.SGD(model.parameters(), lr=0.1).step()
 
     simulate(on_each_rank, 4)
+
+
+def test_states_of_optimizers_have_whole_shapes_and_load_from_whole_tensors() -> None:
+    def on_each_rank() -> None:
+        mesh = make_mesh(1, 2)
+        layer = nn.Linear(6, 6)
+        layer.weight, layer.bias = (distributed(each, mesh["tp"], Shard(0)) for each in (layer.weight, layer.bias))
+        localize(layer)
+        optimizer = torch.optim.AdamW(layer.parameters())
+        for given in (torch.ones(6, 6), torch.arange(36.0).view(6, 6)):
+            layer.weight.grad = torch.ones_like(layer.weight)  # the bias has no gradient, and no state
+            optimizer.step()
+            saved = optimizer.state_dict()
+            assert list(saved["state"]) == [0]
+            moment = saved["state"][0]["exp_avg"]
+            assert isinstance(moment, DTensor) and moment.shape == (6, 6)
+            saved["state"][0] |= {"exp_avg": given, "step": 5.0}
+            optimizer.load_state_dict(saved)
+            state = optimizer.state[layer.weight]
+            assert type(state["exp_avg"]) is Tensor and state["step"] == 5
+            assert torch.equal(state["exp_avg"], given.chunk(2)[dist.get_rank()])
+            assert state["exp_avg_sq"].shape == (3, 6)
+        assert len(optimizer._optimizer_state_dict_post_hooks) == 1, "two steps"
+        plain = nn.Linear(2, 2)
+        other = torch.optim.SGD(plain.parameters())
+        other.step()
+        assert not other._optimizer_state_dict_post_hooks, "of no slices"
+
+    simulate(on_each_rank, 2)
 
 
 def test_a_forward_that_fails_leaves_local_parameters() -> None:

@@ -156,5 +156,6 @@ def test_a_plain_input_is_refused() -> None:
 
 def test_a_partial_input_is_no_rule() -> None:
     """A sum that nobody has taken: torch's dispatch takes it."""
-    for writes in simulate(run, 2, Partial(), Shard(0), None, convert=True, tp=2):
-        assert writes == [0]
+    for cut in (Shard(0), Replicate()):
+        for writes in simulate(run, 2, Partial(), cut, None, convert=True, tp=2):
+            assert writes == [0]

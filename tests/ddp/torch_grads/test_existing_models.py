@@ -86,6 +86,11 @@ def test_exposed_gradients_have_the_parameters_strides() -> None:
         assert parameter.grad.stride() == parameter.stride(), name
         assert torch.equal(parameter.grad, parameter.main_grad), name
         assert (parameter.grad.data_ptr() == parameter.main_grad.data_ptr()) is parameter.is_contiguous(), name
+    half = wrap(Convolution().bfloat16())
+    ddp_backward(half, make_batches(1, torch.bfloat16))
+    half.expose_grads(torch.float32)
+    for name, parameter in half.named_parameters():
+        assert parameter.grad.dtype is torch.float32 and parameter.grad.stride() == parameter.stride(), name
 
 
 def test_gradients_have_the_parameters_strides_before_their_values_are_read() -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer, Lion, Muon
 from maingrad.ddp.torch_grads.muon import alike, steps_of, update_flops
 from maingrad.fsdp import fully_shard
+from maingrad.kernels.optimizer.orthogonal.reference import COEFFICIENTS
 from maingrad.launch import simulate
 
 
@@ -252,6 +253,9 @@ def test_steps_and_work_of_an_update() -> None:
     assert len(steps_of(group)) == 3
     assert update_flops((4, 8, 6), group) == 4 * update_flops((8, 6), group)
     Muon([nn.Parameter(torch.zeros(8, 6))], ns_coefficients=(3.0, -4.0, 2.0), ns_steps=3)
+    for name, named in COEFFICIENTS.items():
+        (given,) = Muon([nn.Parameter(torch.zeros(8, 6))], ns_coefficients=name).param_groups
+        assert steps_of(given) == named
 
 
 def test_options_of_a_group_and_complex_matrices_are_refused() -> None:
@@ -259,6 +263,8 @@ def test_options_of_a_group_and_complex_matrices_are_refused() -> None:
         Muon([{"params": [nn.Parameter(torch.zeros(8, 4))], "lr": -1.0}])
     with pytest.raises(ValueError, match=r"complex64: give it to another class"):
         Muon([nn.Parameter(torch.zeros(8, 4, dtype=torch.complex64))])
+    with pytest.raises(ValueError, match=r"\[3\] of torch.float32: give it to another class"):
+        Muon([nn.Parameter(torch.zeros(8, 4)), nn.Parameter(torch.zeros(3))])
 
 
 def test_matrices_share_a_batch_up_to_its_elements(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from maingrad.fsdp import fully_shard
 from maingrad.launch import simulate
 from maingrad.launch.config.model import ModelConfig
 from maingrad.launch.model.gpt import GPT
-from maingrad.te_integration import GroupedLinear, GroupedMLP, LayerNormMLP, Linear, convert_linears
+from maingrad.te_integration import Embedding, GroupedLinear, GroupedMLP, LayerNormMLP, Linear, convert_linears
 
 
 class Experts(nn.Module):
@@ -233,6 +233,8 @@ def test_what_makes_a_head_or_a_router() -> None:
     found = reasons(table=table, router=router, last=last)
     assert found["last.weight"] == "of the head"
     assert found["router.output.weight"].startswith("of a router")
+    # A fused table is a linear layer neither.
+    assert reasons(table=Embedding(48, 16), last=last)["last.weight"] == "of the head"
     # A gate without experts beside it is a linear layer as another.
     assert reasons(gate=up)["gate.weight"] == ""
 

@@ -494,6 +494,7 @@ def test_what_is_element_wise_stays_a_shard() -> None:
         number.real,
         number.imag,
         torch.where(grad > 3, grad, torch.zeros(())),
+        shard(flat=True) + torch.ones(7),  # these elements
     ]
     assert all(isinstance(each, ShardedGrad) and each.shard.is_same_shard(grad.shard) for each in results)
     assert results[1].dtype is torch.float64
@@ -552,7 +553,7 @@ def test_placeholders_are_zeros_that_nothing_changes() -> None:
         with pytest.raises(RuntimeError, match=r"\.grad of parameter 'weight' was changed in the middle"):
             change()
     assert first.requires_grad_(False) is first  # changes no value
-    assert (first + 1).to_local().tolist() == [[1.0] * 3] * 2
+    assert (first + 1).add_(1).to_local().tolist() == [[2.0] * 3] * 2
     assert first.norm() == 0
 
 
@@ -570,7 +571,9 @@ def test_a_shard_waits_for_the_reduction_into_its_memory_and_says_that_it_was_un
     flat, sums = torch.ones(6), Sums()
     grad = make_sharded_grad(flat, info_of((4, 3), 3, 9))
     grad.sums = weakref.ref(sums)
+    detached = grad.detach()
     reads: list[Callable[[], Any]] = [
+        lambda: detached * 2,
         lambda: grad * 2,
         lambda: grad.to_local(),
         lambda: grad.norm(),

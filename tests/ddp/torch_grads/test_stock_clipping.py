@@ -25,7 +25,12 @@ from torch import Tensor, nn
 # As most programs have it: by name, before the library is there.
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
 
-from maingrad.ddp import DistributedDataParallel, DistributedOptimizer, clip_grad_norm
+from maingrad.ddp import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    DistributedOptimizer,
+    clip_grad_norm,
+)
 from maingrad.fsdp import fully_shard
 from maingrad.launch import simulate
 from maingrad.te_integration import Linear
@@ -91,6 +96,13 @@ def test_delayed_gradients_that_are_pending_are_computed_first() -> None:
     plain(make_batches(1)[0]).sum().backward()
     assert plain.weight.grad is not None
     torch.testing.assert_close(clip_grad_norm_(ddp.parameters(), 1.0), plain.weight.grad.norm())
+    stepped = Linear(8, 4, bias=False, fuse_wgrad_accumulation=True, delay_wgrad_compute=True)
+    stepped.load_state_dict(plain.state_dict())
+    ddp = wrap(stepped)
+    optimizer = DistributedOptimizer(ddp, lr=1.0, optimizer_class=torch.optim.SGD)
+    ddp(make_batches(1)[0]).sum().backward()
+    optimizer.step()
+    torch.testing.assert_close(stepped.weight.detach(), plain.weight.detach() - plain.weight.grad)
 
 
 def test_our_own_ways_to_clip_are_torchs() -> None:
@@ -274,6 +286,37 @@ def test_what_is_put_into_grad_before_our_clipping_is_clipped(
     for found in simulate(run, 2):
         for name, weight in weights(plain).items():
             torch.testing.assert_close(found[name], weight, rtol=1e-5, atol=1e-6)
+
+
+def test_norms_are_those_of_the_wrappers_ranks_alone() -> None:
+    """Two models train side by side, on two ranks each."""
+
+    def run() -> None:
+        pairs = [dist.new_group([first, first + 1]) for first in (0, 2)]
+        config = DistributedDataParallelConfig(use_distributed_optimizer=True)
+        ddp = DistributedDataParallel(make_model(), config, process_group=pairs[dist.get_rank() // 2])
+        (loss_of(ddp, make_batches(1)[0]) * (1 + dist.get_rank() // 2)).backward()
+        for param in ddp.parameters():
+            grad: Any = param.grad
+            whole = grad.full_tensor()
+            torch.testing.assert_close(grad.norm(torch.inf), whole.abs().max())
+            torch.testing.assert_close(grad.norm(), whole.norm())
+
+    simulate(run, 4)
+
+
+def test_what_is_put_into_grad_is_shown_as_a_part_behind_our_clipping() -> None:
+    def run() -> None:
+        ddp = wrap(make_model(), use_distributed_optimizer=True)
+        loss_of(ddp, make_batches(1)[0]).backward()
+        params: list[Any] = list(ddp.parameters())
+        replaced_after_a_read(params)
+        put = [param.grad for param in params]
+        assert clip_grad_norm(ddp, 1e9) > 0
+        for param, expected in zip(params, put, strict=True):
+            assert torch.equal(param.grad.full_tensor(), expected)
+
+    simulate(run, 2)
 
 
 def scaled_behind_a_read() -> tuple[float, float, float]:

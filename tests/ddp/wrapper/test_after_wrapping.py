@@ -87,6 +87,7 @@ def test_a_parameter_that_is_frozen_between_microbatches_keeps_what_it_has(overl
         net[0].weight.requires_grad_(False)
     for net in (ddp, plain):
         loss_of(net, second).backward()
+    assert torch.equal(ddp.module[0].weight.grad, plain[0].weight.grad)
     ddp.finish_grad_sync()
     assert_same(main_grads(ddp), plain_grads(plain))
 

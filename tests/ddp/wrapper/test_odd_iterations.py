@@ -349,6 +349,17 @@ def test_gradients_are_shown_when_all_parts_have_ended(overlap: bool) -> None:
     assert [param.grad.norm() for param in ddp.parameters()] == [param.grad.norm() for param in twin.parameters()]
 
 
+def test_the_end_of_a_part_launches_what_its_backward_has_not_reached() -> None:
+    ddp = wrap(make_model(), overlap_grad_reduce=True, bucket_size=1)
+    parts, net = ddp.grad_parts, ddp.module
+    parts.begin(net, net.parameters())
+    with parts.backward(net, final=True):
+        net[0](make_batches(1)[0]).sum().backward()
+    assert {bucket.phase.value for bucket in ddp.buckets} != {"reducing"}
+    parts.end(net)
+    assert {bucket.phase.value for bucket in ddp.buckets} == {"reducing"}
+
+
 def test_parts_launch_nothing_without_overlap_before_the_reduction() -> None:
     ddp = wrap(make_model())
     parts, net = ddp.grad_parts, ddp.module
@@ -456,3 +467,4 @@ def test_parts_of_modules_around_wrappers_and_inside() -> None:
     sharded: Any = nn.Linear(2, 2)
     sharded.grad_parts = parts = object()  # as a unit of fully_shard has, whose parameters say nothing
     assert parts_of([nn.Sequential(nn.Tanh(), sharded)]) == [parts]
+    assert parts_of([nn.Sequential(sharded, first.module[0], nn.Linear(2, 2))]) == [parts, first.grad_parts]

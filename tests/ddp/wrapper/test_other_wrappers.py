@@ -310,3 +310,12 @@ def delayed_beside_torch(gone: bool) -> None:
 @pytest.mark.parametrize("gone", [False, True])
 def test_a_wrapper_of_torch_that_is_gone_reduces_nothing(gone: bool) -> None:
     simulate(delayed_beside_torch, 1, gone)
+
+
+def test_a_parameter_that_was_sharded_in_another_module_is_refused() -> None:
+    def on_each_rank() -> None:
+        holder = nn.ParameterList([fully_shard(nn.Linear(4, 4, bias=False)).weight])
+        with pytest.raises(ValueError, match=r"parameter '0' is sharded \(maingrad\.fsdp\.fully_shard\)"):
+            DistributedDataParallel(holder)
+
+    simulate(on_each_rank, 2)
