@@ -267,6 +267,17 @@ def test_a_step_before_the_last_microbatch_of_one_unit(used: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["weight", "bias"])
+def test_a_step_before_the_last_microbatch_over_one_bucket_of_a_unit(name: str) -> None:
+    model: Any = fully_shard(nn.Linear(5, 5), bucket_size=1)
+    assert len(model.units[0].buckets) == 2
+    optimizer = torch.optim.SGD([getattr(model, name)])
+    with model.no_sync():
+        model(torch.ones(2, 5)).sum().backward()
+    with pytest.raises(RuntimeError, match=rf"SGD.step\(\): gradients of '{name}' are not reduced yet"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
 def test_a_step_beside_a_gradient_that_was_put_into_a_whole_parameter(name: str) -> None:
     wholes: list[nn.Parameter] = []
     model: Any = fully_shard(nn.Linear(5, 5))

@@ -333,7 +333,7 @@ class Positions(nn.Module):
         self.scale = nn.Parameter(torch.randn(WIDTH))
 
     def forward(self) -> Any:
-        return self.table if self.alone else {"table": self.table, "scale": self.scale * 2}
+        return self.table if self.alone else {"table": self.table, "scale": self.scale * 2, "width": WIDTH}
 
 
 class Placed(nn.Module):
