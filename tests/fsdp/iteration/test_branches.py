@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from sharded_twin import assert_same_grads, batches_of, mean_loss, options_of, plain_grads, ranks_of
+from sharded_twin import assert_same_grads, batches_of, mean_loss, no_sync, options_of, plain_grads, ranks_of
 from torch import Tensor, nn
 
 from maingrad.fsdp import fully_shard
@@ -65,6 +65,34 @@ def test_a_branch_to_what_is_frozen_on_some_ranks(kind: str, order: tuple[int, .
             expected = plain_grads(twin, one_backward, everyones)
             assert_same_grads(model, {name: grad if name in trained else None for name, grad in expected.items()})
             assert all(param.grad is not None for param in model.parameters() if param.requires_grad)
+            model.zero_grad()
+
+    simulate(on_each_rank, ranks_of(kind))
+
+
+def reached_by_the_first_alone(model: Any, batches: Any) -> None:
+    """Two microbatches, the first through all blocks, and the last through one."""
+    with no_sync(model):
+        mean_loss(model(batches[0])).backward()
+    model.order, before = (1,), model.order
+    mean_loss(model(batches[1])).backward()
+    model.order = before
+
+
+@pytest.mark.parametrize("kind", ["zero3", "zero1", "hsdp", "zero3, once"])
+def test_units_that_the_first_microbatch_alone_reaches_are_reduced_over_all_ranks(kind: str) -> None:
+    def on_each_rank() -> None:
+        rank, size = dist.get_rank(), dist.get_world_size()
+        model, twin = Net((0, 1, 2)), Net((0, 1, 2))
+        for block in model.blocks:
+            fully_shard(block, **options_of(kind))
+        fully_shard(model, **options_of(kind))
+        trained = {name for name, param in model.named_parameters() if param.requires_grad}
+        for step in range(2):
+            everyones = [batches_of(other, 2, step=step) for other in range(size)]
+            reached_by_the_first_alone(model, everyones[rank])
+            expected = plain_grads(twin, reached_by_the_first_alone, everyones)
+            assert_same_grads(model, {name: grad if name in trained else None for name, grad in expected.items()})
             model.zero_grad()
 
     simulate(on_each_rank, ranks_of(kind))

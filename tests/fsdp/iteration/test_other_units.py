@@ -99,18 +99,20 @@ def test_ranks_that_run_other_units(kind: str, choose: Choose) -> None:
         assert "unit 'blocks.1' on rank" in first and "unit 'blocks.2' on rank" in first, first
 
 
-def test_instances_of_one_rank_that_run_other_units() -> None:
-    """Nothing is gathered there: reductions across instances alone tell."""
+@pytest.mark.parametrize("inner", [1, 2])
+def test_instances_that_run_other_units(inner: int) -> None:
+    """Their ranks gather alike, or nothing: reductions across instances alone tell."""
 
     def on_each_rank() -> str:
-        model: Any = Net(branch_by_rank)
+        model: Any = Net(lambda rank, number: branch_by_rank(rank // inner, number))
+        mesh = init_device_mesh("cpu", (2, inner))
         for module in (*model.blocks, model):
-            fully_shard(module, init_device_mesh("cpu", (2, 1)), "hsdp")
+            fully_shard(module, mesh, "hsdp")
         return refusal(lambda: train(model, 3))
 
-    first, second = simulate(on_each_rank, 2)
-    assert first == second
-    assert "unit 'blocks.1' on rank 0, unit 'blocks.2' on rank 1" in first, first
+    first, *others = simulate(on_each_rank, 2 * inner)
+    assert others == [first] * len(others)
+    assert f"unit 'blocks.1' on rank 0, unit 'blocks.2' on rank {inner}" in first, first
 
 
 @pytest.mark.parametrize("kind", ["zero3", "zero2"])

@@ -554,6 +554,17 @@ def test_without_any_ranks_it_is_a_model_like_any(tmp_path: Path) -> None:
     assert_same_files(tmp_path / "c", tmp_path / "again")
 
 
+def test_a_unit_may_have_nothing_to_shard(tmp_path: Path) -> None:
+    """All of its parameters are ignored."""
+    torch.manual_seed(0)
+    model, other = nn.Linear(3, 4), nn.Linear(3, 4)
+    for each in (model, other):
+        fully_shard(each, ignored_params=each.parameters())
+    save_checkpoint(tmp_path / "c", model)
+    load_checkpoint(tmp_path / "c", other)
+    assert_same(other.state_dict(), model.state_dict())
+
+
 # ---- What is refused. ----
 
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from maingrad.ddp import load_checkpoint, save_checkpoint
-from maingrad.fsdp import fully_shard
+from maingrad.fsdp import fully_shard, translate_state_dicts
 from maingrad.launch import simulate
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
@@ -177,6 +177,29 @@ def test_groups_of_other_sizes_on_one_rank_are_refused_on_all() -> None:
         take_step(model, optimizer, 1)
 
     simulate(load, 2)
+
+
+def test_numbers_and_the_state_of_plain_parameters_stay_as_they_are() -> None:
+    def save_and_load() -> None:
+        model, scale = fully_shard(nn.Linear(3, 4)), nn.Parameter(torch.ones(2))
+        optimizer, other = (torch.optim.Adam([*model.parameters(), scale]) for _ in range(2))
+        model(torch.ones(2, 3)).sum().backward()
+        scale.grad = torch.ones(2)
+        optimizer.step()
+        optimizer.state[model.weight]["restarts"] = 3
+        state = optimizer.state_dict()
+        translate_state_dicts(other)
+        other.load_state_dict(state)
+        assert other.state[model.weight].pop("restarts") == optimizer.state[model.weight].pop("restarts")
+        for param in (*model.parameters(), scale):
+            assert_same(dict(other.state[param]), dict(optimizer.state[param]))
+
+        weight, bias = state["state"][0], state["state"][1]
+        wrong = {**state, "state": {**state["state"], 0: {**weight, "exp_avg_sq": bias["exp_avg_sq"]}}}
+        with pytest.raises(ValueError, match=r"'exp_avg_sq' of 'weight': size mismatch, of shape \[4\]"):
+            other.load_state_dict(wrong)
+
+    simulate(save_and_load, 2)
 
 
 def test_without_ranks_it_is_as_ever() -> None:

@@ -197,12 +197,12 @@ def test_whole_tensors_and_dtensors_of_any_kind_are_loaded(run: Any, placement: 
 def round_trip(placement: str) -> None:
     """A scalar, an empty parameter and two dtypes; and the output of forward."""
     mesh = mesh_for(placement)
-    model = Everything(seed=1)
+    model: Any = Everything(seed=1)
+    other: Any = Everything(seed=2)
     expected = {name: value.clone() for name, value in model.state_dict().items()}
-    fully_shard(model.up, mesh=mesh, placements=placement)
-    fully_shard(model, mesh=mesh, placements=placement)
+    for unit in (model.up, model, other.up, other):
+        fully_shard(unit, mesh=mesh, placements=placement)
     model.set_reshard_after_forward(False)
-    other = fully_shard(Everything(seed=2), mesh=mesh, placements=placement)
     tokens = batch(0, 0)
     other.eval()(tokens)
     state = model.state_dict()
@@ -291,6 +291,8 @@ def with_context_parallel_ranks(sizes: tuple[int, ...]) -> None:
     for unit in (*model, model):
         fully_shard(unit, mesh, "hsdp")
     assert len({id(unit.grid.inner) for unit in model.units}) == 1, "one communicator"
+    gathers = {id(bucket.reduction.grid.gather) for unit in model.units for bucket in unit.buckets}
+    assert len(gathers) == 1, "and one for gathers"
     state = model.state_dict()
     assert_same(whole(state), layers(1).state_dict())
     for value in state.values():

@@ -401,6 +401,7 @@ def test_within_a_step_all_is_local_and_plain_and_after_one_that_raised_it_is_no
         optimizer = PerParameter(model.parameters())
         optimizer.step()
         assert all(type(state["momentum"]) is Tensor for state in optimizer.state.values())
+        torch.testing.assert_close((model.wide.weight.grad * 1).norm(), reference.wide.weight.grad.norm())
         with model.unsharded():
             return [param.detach().clone() for param in model.parameters()]
 
@@ -449,5 +450,15 @@ def test_a_closure_that_a_step_calls_twice_reads_whole_gradients_each_time() -> 
 
         Twice(model.parameters(), lr=0.1).step(closure)
         assert norms[0] == norms[1] > float(model.wide.weight.grad.to_local().norm())
+
+    on_each(check)
+
+
+def test_a_closure_may_run_the_last_microbatch() -> None:
+    def check(model: Any) -> None:
+        with model.no_sync():
+            backward(model)
+        torch.optim.SGD(model.parameters(), lr=0.1).step(lambda: backward(model))
+        assert (model.wide.weight.grad * 1).norm() > model.wide.weight.grad.to_local().norm()
 
     on_each(check)

@@ -267,6 +267,17 @@ def test_a_step_before_the_last_microbatch_of_one_unit(used: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["weight", "bias"])
+def test_a_step_before_the_last_microbatch_over_one_bucket_of_a_unit(name: str) -> None:
+    model: Any = fully_shard(nn.Linear(5, 5), bucket_size=1)
+    assert len(model.units[0].buckets) == 2
+    optimizer = torch.optim.SGD([getattr(model, name)])
+    with model.no_sync():
+        model(torch.ones(2, 5)).sum().backward()
+    with pytest.raises(RuntimeError, match=rf"SGD.step\(\): gradients of '{name}' are not reduced yet"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
 def test_a_step_beside_a_gradient_that_was_put_into_a_whole_parameter(name: str) -> None:
     wholes: list[nn.Parameter] = []
     model: Any = fully_shard(nn.Linear(5, 5))
@@ -458,6 +469,18 @@ def test_torchs_wrapper_of_data_parallelism_inside_and_around() -> None:
     run_ranks(torchs_wrapper, 1)
 
 
+class Hides(nn.Module):
+    """Registers the parameters of a unit, and not the unit."""
+
+    def __init__(self, unit: nn.Module) -> None:
+        super().__init__()
+        self.taken = nn.ParameterList(unit.parameters())
+        self.units = [unit]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.units[0](x)  # type: ignore[no-any-return]
+
+
 def torchs_wrapper() -> None:
     module = nn.parallel.DistributedDataParallel(Block())
     for model in (module, nn.Sequential(module)):
@@ -466,6 +489,9 @@ def torchs_wrapper() -> None:
     for around in (fully_shard(Block()), nn.Sequential(nn.Linear(2, 2), fully_shard(Block()))):
         with pytest.raises(ValueError, match=r"DistributedDataParallel around .* of maingrad\.fsdp\.fully_shard"):
             nn.parallel.DistributedDataParallel(around)
+    hidden = nn.parallel.DistributedDataParallel(Hides(fully_shard(Block())))
+    with pytest.raises(RuntimeError, match=r"DistributedDataParallel around .* of maingrad\.fsdp\.fully_shard"):
+        hidden(torch.ones(2, 7))
 
 
 def test_policies_that_cannot_be() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from loops import assert_same
 from modules import FEATURES, make
 from sharded_twin import assert_same_grads, batches_of, mean_loss, no_sync, plain_grads
 from torch import Tensor, nn
@@ -219,6 +220,35 @@ def test_frozen_experts_do_not_count_for_norms() -> None:
 
     first, second = simulate(on_each_rank, 2)
     assert first == second > 0
+
+
+def marked_experts(differs: str) -> nn.Sequential:
+    """A norm of experts behind a layer; of the norm, the tensor named ``differs`` has other values on each rank."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    for param in model[1].parameters():
+        param.allreduce = False
+    with torch.no_grad():
+        getattr(model[1], differs).add_(dist.get_rank())
+    return model
+
+
+@pytest.mark.parametrize("differs", ["weight", "bias", "running_mean"])
+def test_experts_that_differ_are_refused_where_no_mesh_says_whose_they_are(differs: str) -> None:
+    """Else all ranks would get the first one's. A mesh says that they are to; without ``init_sync`` buffers stay."""
+
+    def on_each_rank() -> None:
+        match = rf"'\S*{differs}' is an expert's .*differs between ranks.* call fully_shard on the experts first"
+        with pytest.raises(ValueError, match=match):
+            fully_shard(marked_experts(differs))
+        alike: Any = fully_shard(marked_experts(differs), dist.group.WORLD)
+        with alike.unsharded():
+            assert_same(alike[1].state_dict(), nn.BatchNorm1d(4).state_dict())
+        if differs == "running_mean":
+            apart = fully_shard(marked_experts(differs), init_sync=False)
+            assert apart[1].running_mean.tolist() == [dist.get_rank()] * 4
+
+    simulate(on_each_rank, 2)
 
 
 def test_a_mesh_beyond_the_outermost_units_is_refused() -> None:

@@ -102,6 +102,7 @@ def test_a_state_dict_does_not_follow_training(placements: str) -> None:
 READS: dict[str, Callable[[Tensor], Any]] = {
     "sum": lambda kept: kept.sum(),
     "add": lambda kept: kept + 1,
+    "add to another": lambda kept: torch.ones(WIDTH, WIDTH) + kept,
     "clone": lambda kept: kept.clone(),
     "numpy": lambda kept: kept.detach().numpy().sum(),
     "tolist": lambda kept: kept.detach().tolist(),

@@ -333,7 +333,7 @@ class Positions(nn.Module):
         self.scale = nn.Parameter(torch.randn(WIDTH))
 
     def forward(self) -> Any:
-        return self.table if self.alone else {"table": self.table, "scale": self.scale * 2}
+        return self.table if self.alone else {"table": self.table, "scale": self.scale * 2, "width": WIDTH}
 
 
 class Placed(nn.Module):
@@ -429,3 +429,25 @@ def test_inputs_are_cast_inside_of_containers_too() -> None:
     cast = [pair[0], pair[1][1], named["mask"], options["state"][0]]
     assert {each.dtype for each in cast} == {torch.bfloat16} and pair[1][0].dtype is torch.int64
     assert number == 3 and options["state"][1] is None
+
+
+class Penalised(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        self.penalty = self.weight.square().sum()
+        return super().forward(x)
+
+
+def test_a_loss_may_lie_beside_the_outputs_of_the_outermost_unit() -> None:
+    """The unit stays gathered until backward, which comes to its parameters and never to its outputs."""
+
+    def on_each_rank() -> None:
+        torch.manual_seed(0)
+        model: Any = Penalised(4, 4)
+        expected = 2 * model.weight.detach().clone()
+        fully_shard(model)
+        model(torch.ones(2, 4))
+        model.penalty.backward()
+        assert torch.equal(model.weight.grad.full_tensor(), expected)
+        assert not model.bias.grad.full_tensor().any()
+
+    simulate(on_each_rank, 2)
