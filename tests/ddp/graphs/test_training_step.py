@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from graphed_training import CONFIGS, EVENTS, FORMS, STATES, Program, differences, train
 from torch import Tensor, nn
 
+from maingrad import graphed
 from maingrad.ddp import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -19,6 +21,7 @@ from maingrad.ddp import (
     Muon,
 )
 from maingrad.ddp.collectives.streams import is_capturing
+from maingrad.ddp.graphs.recorded import RecordedGraph
 from maingrad.kernels.optimizer.adamw import AdamUpdate
 from maingrad.launch import simulate
 
@@ -278,3 +281,78 @@ def test_loops_over_tensors_are_refused(groups: Any) -> None:
     optimizer = DistributedOptimizer(model, param_groups=groups, fused=bool(groups))
     with pytest.raises(ValueError, match="AdamW reads learning rates and counters on the host"):
         GraphedTrainingStep(lambda x: model(x).sum(), model, optimizer)
+
+
+# ---- ``graphed`` decides. ----
+
+
+def decided(extra: Callable[[Tensor, list[int]], Any]) -> Any:
+    """``maingrad.graphed`` of an iteration in which ``extra`` runs too."""
+    model = DistributedDataParallel(nn.Linear(4, 4))
+    optimizer = DistributedOptimizer(model, lr=2**-7)
+
+    def train_step(x: Tensor, numbers: list[int]) -> Tensor:
+        extra(x, numbers)
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return graphed(train_step, model, optimizer, record_on_cpu=True)
+
+
+def test_one_change_among_odd_batches_is_one_change() -> None:
+    step = decided(lambda x, numbers: numbers.append(1) if len(x) == 6 else None)
+    for rows in (3, 4, 5, 6, 2, 2, 2):
+        step(torch.ones(rows, 4), [])
+    assert (step.why_eager, step.num_graphs) == (None, 1)
+
+
+def test_a_graph_whose_capture_has_changed_the_host_serves_no_call() -> None:
+    captures: list[bool] = []
+    step = decided(lambda x, numbers: captures.append(True) if is_capturing() else None)
+    for _ in range(3):
+        step(torch.ones(2, 4), [])
+    assert (len(captures), step.num_graphs) == (1, 0)
+
+
+# ---- The stand-in, by itself. ----
+
+
+def test_a_recorded_block_that_fails_has_not_run() -> None:
+    """What it wrote several times, by the name of an argument, in a list, and what it has drawn."""
+    before = torch.arange(3.0)
+    twice, named, first, second = (before.clone() for _ in range(4))
+    generator = torch.get_rng_state()
+
+    def fails() -> None:
+        twice.add_(1.0)
+        twice.mul_(2.0)
+        torch.add(before, 1.0, out=named)
+        torch._foreach_add_([first, second], 1.0)
+        torch._foreach_add_([second, first], 1.0)
+        torch.rand(2)
+        raise KeyError
+
+    with pytest.raises(KeyError), RecordedGraph().recording():
+        fails()
+    assert all(torch.equal(each, before) for each in (twice, named, first, second))
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert torch._dynamo.eval_frame._stance.stance == "default", "compiled code is compiled again"
+
+
+def test_a_replay_writes_the_memory_of_the_recording_and_no_version_rises() -> None:
+    weight, seen = torch.zeros(2, requires_grad=True), torch.zeros(2)
+    graph = RecordedGraph()
+    with graph.recording(), torch.no_grad():
+        weight.add_(1.0)
+        made = weight * 2.0
+        seen.copy_(made.view(2, 1).squeeze())
+    versions = [tensor._version for tensor in (weight, made, seen)]
+    for number in (2.0, 3.0):
+        graph.replay()
+        assert (weight.tolist(), made.tolist(), seen.tolist()) == ([number] * 2, [2 * number] * 2, [2 * number] * 2)
+    assert [tensor._version for tensor in (weight, made, seen)] == versions
+    assert not (made.requires_grad or seen.requires_grad)
+    assert torch._dynamo.eval_frame._stance.stance == "default"
