@@ -301,14 +301,15 @@ def test_an_installed_program_is_looked_into_and_what_it_imports_is_not() -> Non
 
 def test_switches_of_modules_and_what_a_wrapper_adds_are_around_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     class Switched(nn.Linear):
-        fast = False
+        fast = exact = False
 
-    monkeypatch.setattr(surroundings, "switches", ["fast"])
-    model, beside = nn.Sequential(nn.Linear(2, 2), Switched(2, 2)), [1]
+    monkeypatch.setattr(surroundings, "switches", ["fast", "exact"])
+    model, beside = nn.Sequential(nn.Linear(2, 2), Switched(2, 2), Switched(2, 2)), [1]
     state = surroundings.Surroundings(model, list(model.parameters()), "cpu", lambda: tuple(beside))
     assert state.change() is None
     for change, back in (
         (lambda: setattr(model[1], "fast", True), lambda: setattr(model[1], "fast", False)),
+        (lambda: setattr(model[2], "exact", True), lambda: setattr(model[2], "exact", False)),
         (lambda: beside.append(2), beside.pop),
     ):
         change()

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from graphed_training import CONFIGS, EVENTS, FORMS, STATES, Program, differences, train
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from maingrad import graphed
 from maingrad.ddp import (
@@ -286,9 +287,9 @@ def test_loops_over_tensors_are_refused(groups: Any) -> None:
 # ---- ``graphed`` decides. ----
 
 
-def decided(extra: Callable[[Tensor, list[int]], Any]) -> Any:
+def decided(extra: Callable[[Tensor, list[int]], Any], **options: Any) -> Any:
     """``maingrad.graphed`` of an iteration in which ``extra`` runs too."""
-    model = DistributedDataParallel(nn.Linear(4, 4))
+    model = DistributedDataParallel(nn.Linear(4, 4), **options)
     optimizer = DistributedOptimizer(model, lr=2**-7)
 
     def train_step(x: Tensor, numbers: list[int]) -> Tensor:
@@ -315,6 +316,23 @@ def test_a_graph_whose_capture_has_changed_the_host_serves_no_call() -> None:
     for _ in range(3):
         step(torch.ones(2, 4), [])
     assert (len(captures), step.num_graphs) == (1, 0)
+
+
+def test_only_the_ranks_of_the_model_decide() -> None:
+    """In instances and across them. Another rank of the program does something else."""
+
+    def on_each_rank() -> list[int]:
+        mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("outer", "inner"))
+        if dist.get_rank() == 4:
+            return []
+        config, graphs = DistributedDataParallelConfig(use_distributed_optimizer=True), []
+        step = decided(lambda x, numbers: None, config=config, process_group=mesh)
+        for number in range(5):
+            step(torch.ones(3 if number == 3 and dist.get_rank() == 1 else 2, 4), [])
+            graphs.append(step.num_graphs)
+        return graphs
+
+    assert simulate(on_each_rank, 5) == [[0, 0, 1, 1, 1]] * 4 + [[]]
 
 
 # ---- The stand-in, by itself. ----
