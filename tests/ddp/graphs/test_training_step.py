@@ -22,6 +22,7 @@ from maingrad.ddp import (
     Muon,
 )
 from maingrad.ddp.collectives.streams import is_capturing
+from maingrad.ddp.gathers.gathered_models import GatheredModel, record_gathered_model
 from maingrad.ddp.graphs.recorded import RecordedGraph
 from maingrad.kernels.optimizer.adamw import AdamUpdate
 from maingrad.launch import simulate
@@ -282,6 +283,51 @@ def test_loops_over_tensors_are_refused(groups: Any) -> None:
     optimizer = DistributedOptimizer(model, param_groups=groups, fused=bool(groups))
     with pytest.raises(ValueError, match="AdamW reads learning rates and counters on the host"):
         GraphedTrainingStep(lambda x: model(x).sum(), model, optimizer)
+
+
+class Told(GatheredModel):
+    """Another model of the thread, whose parameters are gathered: what it is told."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        record_gathered_model(self)
+
+    def finish(self) -> None:
+        self.said.append("finish")
+
+    def begin_capture(self) -> None:
+        self.said.append("begin")
+
+    def end_capture(self) -> None:
+        self.said.append("end")
+
+    def record_replay(self) -> None:
+        self.said.append("replay")
+
+
+def test_all_other_models_of_a_thread_are_told_of_each_call() -> None:
+    """A replay may read them, and may write to them: no Python waits for them, and no version tells."""
+    model = DistributedDataParallel(nn.Linear(4, 4))
+    optimizer = DistributedOptimizer(model, lr=2**-7)
+
+    def train_step(x: Tensor) -> None:
+        model(x).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if is_capturing() and len(x) == 3:
+            raise KeyError
+
+    step = GraphedTrainingStep(train_step, model, optimizer, num_warmup_steps=1)
+    others = [Told() for _ in range(3)]
+    for expected in (["finish"], ["finish", "begin", "end", "replay"], ["finish", "replay"]):
+        step(torch.ones(2, 4))
+        for other in others:
+            assert other.said == expected
+            other.said.clear()
+    step(torch.ones(3, 4))
+    with pytest.raises(KeyError):
+        step(torch.ones(3, 4))
+    assert [other.said for other in others] == [["finish", "finish", "begin", "end"]] * 3
 
 
 # ---- ``graphed`` decides. ----
