@@ -131,6 +131,12 @@ def function_with_the_name_of_an_effect() -> Any:
     return names["step"], bool
 
 
+@case(UNCHANGED)
+def values_of_a_tensor() -> Any:
+    held = {"mean": torch.zeros(2)}
+    return lambda: held["mean"].sum(), lambda: held["mean"].add_(1.0)
+
+
 @pytest.mark.parametrize("name", UNCHANGED)
 def test_what_changes_nothing_is_no_change(name: str) -> None:
     function, change = UNCHANGED[name]()
@@ -142,6 +148,12 @@ def test_what_changes_nothing_is_no_change(name: str) -> None:
 
 
 # ---- Around a call. ----
+
+
+def test_an_environment_that_no_code_reads_is_none_of_the_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = look(lambda: torch.ones(1))
+    monkeypatch.setenv("MAINGRAD_UNHEARD_OF", "1")
+    assert state.change() is None
 
 
 @pytest.mark.parametrize("before", [None, torch.bfloat16])
