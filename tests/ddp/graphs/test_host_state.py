@@ -694,6 +694,16 @@ def module_in_one_without(model: nn.Sequential) -> Any:
 
 
 @seen
+def last_parameter_that_comes(model: nn.Sequential) -> Any:
+    return lambda: model, lambda: model[1].register_parameter("more", nn.Parameter(torch.ones(2)))
+
+
+@seen
+def last_parameter_that_goes(model: nn.Sequential) -> Any:
+    return lambda: model, lambda: delattr(model[1], "bias")
+
+
+@seen
 def hook_of_a_gradient(model: nn.Sequential) -> Any:
     return lambda: model, lambda: model[0].weight.register_hook(lambda grad: None)
 

@@ -156,12 +156,14 @@ def test_an_environment_that_no_code_reads_is_none_of_the_functions(monkeypatch:
     assert state.change() is None
 
 
-@pytest.mark.parametrize("before", [None, torch.bfloat16])
-def test_autocast_is_seen_and_so_is_its_dtype(before: torch.dtype | None) -> None:
+@pytest.mark.parametrize(
+    ("before", "now"), [(None, torch.float16), (None, torch.bfloat16), (torch.bfloat16, torch.float16)]
+)
+def test_autocast_is_seen_and_so_is_its_dtype(before: torch.dtype | None, now: torch.dtype) -> None:
     with torch.autocast("cpu", before, enabled=before is not None):
         state = look(lambda: 1)
         assert state.change() is None
-        with torch.autocast("cpu", torch.float16):
+        with torch.autocast("cpu", now):
             assert "autocast" in (state.change() or "")
 
 
