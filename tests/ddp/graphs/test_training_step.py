@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -23,6 +24,7 @@ from maingrad.ddp import (
 )
 from maingrad.ddp.collectives.streams import is_capturing
 from maingrad.ddp.gathers.gathered_models import GatheredModel, record_gathered_model
+from maingrad.ddp.graphs.inputs import signature
 from maingrad.ddp.graphs.recorded import RecordedGraph
 from maingrad.kernels.optimizer.adamw import AdamUpdate
 from maingrad.launch import simulate
@@ -330,6 +332,37 @@ def test_all_other_models_of_a_thread_are_told_of_each_call() -> None:
     assert [other.said for other in others] == [["finish", "finish", "begin", "end"]] * 3
 
 
+def test_calls_of_one_kind_differ_in_values_of_tensors_alone() -> None:
+    one, other = torch.ones(2), torch.zeros(2)
+    assert signature((one, [other])) == signature((other, [one]))
+    calls: list[Any] = [1, True, 1.0, "1", None, one, [one], (one,), {"x": one}, {"y": one}, (one, one), (one, other)]
+    calls += [torch.ones(2, requires_grad=True), one.double(), torch.ones(2, 3), torch.ones(3, 2).t()]
+    assert len({signature(each) for each in calls}) == len(calls)
+
+
+def test_modes_and_rates_that_change_between_and_in_calls() -> None:
+    """All modules are left as the function leaves them; and a rate may be a number, a tensor, and the same number."""
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.0), nn.Linear(4, 4)))
+    optimizer = DistributedOptimizer(model, optimizer_class=torch.optim.SGD, lr=0.5)
+
+    def train_step(x: Tensor) -> None:
+        model.train()
+        model(x).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.eval()
+
+    step = GraphedTrainingStep(train_step, model, optimizer, num_warmup_steps=1)
+    for lr in (0.5, 0.5, 0.5, torch.tensor(0.0), 0.5, torch.tensor(0.0)):
+        model.train()
+        before = [param.detach().clone() for param in model.parameters()]
+        optimizer.param_groups[0]["lr"] = lr
+        step(torch.full((1, 4), 2.0**-4))
+        assert not any(module.training for module in model.modules())
+        assert all(map(torch.equal, before, model.parameters())) == (lr == 0)
+    assert step.num_graphs == 1
+
+
 # ---- ``graphed`` decides. ----
 
 
@@ -353,6 +386,14 @@ def test_one_change_among_odd_batches_is_one_change() -> None:
     step = decided(lambda x, numbers: numbers.append(1) if len(x) == 6 else None)
     for rows in (3, 4, 5, 6, 2, 2, 2):
         step(torch.ones(rows, 4), [])
+    assert (step.why_eager, step.num_graphs) == (None, 1)
+
+
+def test_what_a_program_draws_between_calls_is_its_own() -> None:
+    step = decided(lambda x, numbers: None)
+    for _ in range(8):
+        random.random()
+        step(torch.ones(2, 4), [])
     assert (step.why_eager, step.num_graphs) == (None, 1)
 
 
