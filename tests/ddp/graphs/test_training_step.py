@@ -353,10 +353,12 @@ def test_modes_and_rates_that_change_between_and_in_calls() -> None:
         model.eval()
 
     step = GraphedTrainingStep(train_step, model, optimizer, num_warmup_steps=1)
+    decays: list[float] = []
     for lr in (0.5, 0.5, 0.5, torch.tensor(0.0), 0.5, torch.tensor(0.0)):
         model.train()
         before = [param.detach().clone() for param in model.parameters()]
-        optimizer.param_groups[0]["lr"] = lr
+        decays.append(float("0.5"))  # an equal number, made anew
+        optimizer.param_groups[0].update(lr=lr, weight_decay=decays[-1])
         step(torch.full((1, 4), 2.0**-4))
         assert not any(module.training for module in model.modules())
         assert all(map(torch.equal, before, model.parameters())) == (lr == 0)
