@@ -574,5 +574,6 @@ def test_a_gradient_that_no_hook_has_seen_is_refused_with_the_callers_remedy(sta
     record.make_room = (lambda: None) if state == "of a unit" else None
     record.exposed = state == "exposed"
     record.pending = [object()] if state == "pending" else []  # type: ignore[list-item]
+    clean = GradRecord("1.weight", torch.zeros(2), first_write_overwrites=False, shared=False)
     with nullcontext() if refusal is None else pytest.raises(RuntimeError, match=refusal):
-        check_nothing_bypassed([(param, record)], "here")
+        check_nothing_bypassed([(nn.Parameter(torch.zeros(2)), clean), (param, record)], "here")

@@ -152,17 +152,20 @@ def test_an_evaluation_that_writes_is_refused_as_well() -> None:
     simulate(on_each_rank, 2)
 
 
-def test_a_frozen_parameter_that_a_forward_replaces_is_refused() -> None:
+@pytest.mark.parametrize("goes", [False, True])
+@pytest.mark.parametrize("name", ["bias", "scale"])
+def test_a_frozen_parameter_that_a_forward_replaces_is_refused(name: str, goes: bool) -> None:
     class Replacing(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
-            self.bias = nn.Parameter(x.detach().mean(0), requires_grad=False)
+            setattr(self, name, None if goes else nn.Parameter(x.detach().mean(0), requires_grad=False))
             return super().forward(x)
 
     def on_each_rank() -> None:
         layer = Replacing(4, 4)
         layer.bias.requires_grad_(False)
+        layer.scale = nn.Parameter(torch.ones(4), requires_grad=False)
         model, _ = wrap(layer, "all-reduce")
-        with pytest.raises(RuntimeError, match="parameter 'bias' was written in the forward"):
+        with pytest.raises(RuntimeError, match=f"parameter '{name}' was written in the forward"):
             model(rows_of(dist.get_rank()))
 
     simulate(on_each_rank, 2)
@@ -272,7 +275,7 @@ def test_replicas_that_part_are_found_in_their_turn(way: str, iteration: int, ev
         for number in range(found):
             step(model, optimizer, torch.ones(2, 4))
             assert number < found
-        match = r"replicas have parted: parameter '1.weight' has other values on rank 1 than on rank 0"
+        match = r"replicas have parted: parameter '1.weight' has other values on rank 1 than on rank 0\. Something"
         with pytest.raises(RuntimeError, match=match):
             step(model, optimizer, torch.ones(2, 4))
 

@@ -262,6 +262,24 @@ def test_each_header_of_other_types_is_refused_by_name(tmp_path: Path) -> None:
     load_checkpoint(tmp_path / "c", nn.Linear(2, 2))
 
 
+def test_an_entry_outside_of_its_file_is_refused_before_the_model_changes(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "c", nn.Linear(2, 2))
+    path = tmp_path / "c" / "rank-00000.safetensors"
+    content = path.read_bytes()
+    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    model = nn.Linear(2, 2)
+    before = [param.detach().clone() for param in model.parameters()]
+    header["model.bias"]["data_offsets"] = [-8, 0]
+    with_header(path, header)
+    with pytest.raises(ValueError, match=r"is damaged where 'model\.bias' lies \(it is .*\[-8, 0\]"):
+        load_checkpoint(tmp_path / "c", model)
+    for cut in (1, 8):
+        path.write_bytes(content[:-cut])
+        with pytest.raises(ValueError, match=rf"is truncated: {len(content) - cut} bytes of {len(content)}$"):
+            load_checkpoint(tmp_path / "c", model)
+    assert all(map(torch.equal, model.parameters(), before))
+
+
 @pytest.mark.parametrize("length", [2**63, 10**11, 10**8])
 def test_a_header_that_claims_to_be_long_is_not_made_room_for(checkpoint: Path, length: int) -> None:
     with_header(checkpoint / "rank-00000.safetensors", b" " * 10_000, length)

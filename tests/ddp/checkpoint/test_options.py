@@ -81,6 +81,33 @@ def test_groups_of_two_classes_are_known_by_their_parameters(tmp_path: Path) -> 
         if group["params"]
     }
     assert rates == {"SGD": 0.25, "Adam": 0.5}
+    for named, cls in (("Adam", torch.optim.AdamW), ("SGD", torch.optim.RMSprop)):
+        groups = [
+            group | {"optimizer": cls} if group["optimizer"].__name__ == named else group for group in (others, biases)
+        ]
+        with pytest.raises(ValueError, match=f"has the state of {named}, and this optimizer is {cls.__name__}, which"):
+            load_checkpoint(tmp_path / "c", *make(*groups))
+
+
+def test_options_keep_their_kinds_and_rates_their_memory(tmp_path: Path) -> None:
+    """Captured graphs and schedulers hold the tensor of a rate."""
+
+    def made(lr: Any, betas: Any) -> Any:
+        model: Any = fully_shard(nn.Linear(4, 4))
+        groups = [
+            {"params": [param], "lr": lr[place], "betas": betas} for place, param in enumerate(model.parameters())
+        ]
+        return model, torch.optim.AdamW(groups)
+
+    save_checkpoint(tmp_path / "c", *made([0.25, 0.125], (0.5, 0.75)))
+    rates = [torch.tensor(1.0), torch.tensor(1.0)]
+    model, optimizer = made(rates, (0.9, 0.99))
+    optimizer.param_groups[1]["betas"] = [0.9, 0.99]
+    load_checkpoint(tmp_path / "c", model, optimizer)
+    assert [float(rate) for rate in rates] == [0.25, 0.125]
+    assert all(group["lr"] is rate for group, rate in zip(optimizer.param_groups, rates, strict=True))
+    assert list(optimizer.param_groups[0]["betas"]) == [0.5, 0.75]
+    assert optimizer.param_groups[1]["betas"] == [0.5, 0.75], "a list, as the program has given it"
 
 
 def test_the_first_rank_says_what_the_options_are(tmp_path: Path) -> None:
@@ -118,7 +145,7 @@ class WithMatrices(torch.optim.SGD):
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for param in group["params"] if group["matrices"] else ():
-                self.state[param]["matrix"] = torch.full((2, 2), 7.0)
+                self.state[param]["matrix"] = torch.full((2, 2), 7.0, dtype=torch.float64)
         return super().step(closure)
 
 
@@ -139,6 +166,7 @@ def test_a_parameter_without_elements_steps_on_beside_a_group_with_state_of_othe
         )
         if loads:
             load_checkpoint(tmp_path / "c", model, optimizer)
+            assert optimizer.state[weight]["matrix"].dtype is torch.float64
         for _ in range(steps):
             model(torch.ones(2, 4)).square().mean().backward()
             optimizer.step()

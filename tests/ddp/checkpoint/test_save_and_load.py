@@ -621,12 +621,12 @@ def test_a_module_alone_is_saved_and_loaded_without_ranks(tmp_path: Path) -> Non
 # ---- Experts. ----
 
 
-def with_experts(folder: Path, load: bool) -> dict[str, Tensor]:
+def with_experts(folder: Path, load: bool, sets: int = 2) -> dict[str, Tensor]:
     rank, size = dist.get_rank(), dist.get_world_size()
-    groups = [dist.new_group(range(parity, size, 2)) for parity in range(2)]
+    groups = [dist.new_group(range(first, size, sets)) for first in range(sets)]
     config = DistributedDataParallelConfig(use_distributed_optimizer=True, bucket_size=1)
-    model = Experts(5 if load else 0, rank % 2, marked=True)
-    ddp = DistributedDataParallel(model, config, expert_process_group=groups[rank % 2])
+    model = Experts(5 if load else 0, rank % sets, marked=True)
+    ddp = DistributedDataParallel(model, config, expert_process_group=groups[rank % sets])
     optimizer = DistributedOptimizer(ddp, lr=0.1)
     if load:
         load_checkpoint(folder, ddp, optimizer)
@@ -664,6 +664,16 @@ def test_each_set_of_experts_comes_back_to_its_own_ranks(tmp_path: Path) -> None
         assert_same(loaded, saved[rank % 2])
     with pytest.raises(Exception, match=r"2 different set\(s\) of experts, and these ranks have 1"):
         load_checkpoint(tmp_path / "c", Experts(1, 0, marked=True))
+
+
+def test_each_of_three_sets_of_experts_comes_back(tmp_path: Path) -> None:
+    saved = simulate(with_experts, 3, tmp_path / "c", False, 3)
+    stored = {name for name in Manifest.read(tmp_path / "c").tensors if name.startswith("expert.weight")}
+    assert stored == {f"expert.weight@expert_set_{index}_of_3" for index in range(3)}
+    for rank, loaded in enumerate(simulate(with_experts, 3, tmp_path / "c", True, 3)):
+        assert_same(loaded, saved[rank])
+    with pytest.raises(RuntimeError, match=r"3 different set\(s\) of experts, and these ranks have 2"):
+        simulate(with_experts, 4, tmp_path / "c", True, 2)
 
 
 @pytest.mark.parametrize("instances", [1, 2])

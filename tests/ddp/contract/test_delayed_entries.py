@@ -76,7 +76,9 @@ def test_a_step_over_what_is_pending_is_refused_until_it_is_computed_or_dropped(
 
 def test_a_lost_gradient_is_said_once_to_who_steps_over_its_weight() -> None:
     weight, other = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
-    entry_of(weight).lose()
+    lost = entry_of(weight)
+    lost.lose()
+    assert not lost.waits, "its operands take no more memory"
     step_over(other)
     with pytest.raises(RuntimeError, match=PENDING):
         step_over(weight)
@@ -258,11 +260,14 @@ def test_a_target_serves_its_weights_and_its_queue() -> None:
     queue.put = lambda entry: (entries.append(entry), put(entry))  # type: ignore[method-assign, func-returns-value]
     rows = torch.ones(2, 2)
     target.deliver(target.resolve([True, True]), (rows, rows, torch.tensor([0, 1, 2], dtype=torch.int32)), 1)
+    target.deliver(target.resolve([True, False]), (rows, rows, torch.tensor([0, 1, 2], dtype=torch.int32)), 1)
     assert [id(weight) for weight in entries[0].weights()] == [id(weight) for weight in weights]
+    assert [id(weight) for weight in entries[1].weights()] == [id(weights[0])]
     del weights[1]
     gc.collect()
     assert entries[0].weights() == []
     assert entries[0].is_orphaned
+    assert not entries[1].is_orphaned, "the other weight was not wanted"
 
 
 def test_parameters_that_are_made_anew_are_marked_and_a_copy_tells_nobody() -> None:

@@ -122,3 +122,104 @@ def test_a_parameter_that_is_replaced_before_the_optimizer_is_built_is_refused()
     ddp.module[1].weight = nn.Parameter(torch.zeros(4, 8))
     with pytest.raises(RuntimeError, match=r"parameter '1.weight' was replaced after wrapping"):
         DistributedOptimizer(ddp)
+
+
+# ---- One record: when a write is refused, overwrites, asks for memory, or opens what was closed. ----
+
+
+def a_record(*, overwrites: bool = False, shared: bool = False) -> GradRecord:
+    return GradRecord("weight", torch.zeros(2), first_write_overwrites=overwrites, shared=shared)
+
+
+@pytest.mark.parametrize("overwrites", [False, True])
+@pytest.mark.parametrize("shared", [False, True])
+def test_when_a_value_in_main_grad_is_one_by_hand(overwrites: bool, shared: bool) -> None:
+    """A module of others may share a weight that is not ours alone, and tells of its write to the hook only."""
+
+    def written(**how: bool) -> bool:
+        record.view.fill_(3.0)
+        return record.open_for_write(**how)
+
+    record = a_record(overwrites=overwrites, shared=shared)
+    assert record.open_for_write() is overwrites
+    assert written() is False, "in a later write of the iteration the value counts"
+    record = a_record(overwrites=overwrites, shared=shared)
+    assert written(written_already=True) is overwrites
+    record = a_record(overwrites=overwrites, shared=shared)
+    record.make_room = list  # memory that is there for some time only has had no values
+    assert written() is overwrites
+    record = a_record(overwrites=overwrites, shared=shared)
+    record.close("its bucket was launched")
+    with pytest.raises(RuntimeError, match="'weight' received a gradient after its bucket was launched"):
+        written()
+    record = a_record(overwrites=overwrites, shared=shared)
+    if overwrites or not shared:
+        with pytest.raises(RuntimeError, match="'weight' was written to by hand"):
+            written()
+    else:
+        assert written() is False
+
+
+def test_a_write_asks_for_memory_before_the_first_and_where_it_is_closed() -> None:
+    record, asked = a_record(overwrites=True), list[bool]()
+    record.make_room = lambda: asked.append(record.written)
+    assert [record.open_for_write() for _ in range(3)] == [True, False, False]
+    assert asked == [False]
+    record.close("its bucket was launched")
+    with pytest.raises(RuntimeError, match="received a gradient after its bucket was launched"):
+        record.open_for_write()
+    assert asked == [False, True]
+
+
+def test_a_closed_record_is_opened_for_a_write_that_is_to_come_only() -> None:
+    record, opened = a_record(overwrites=True), list[bool]()
+
+    def reopen() -> None:
+        opened.append(True)
+        record.closed = None
+
+    record.reopen = reopen
+    record.open_for_write()
+    assert not opened
+    record.close("its bucket was launched")
+    with pytest.raises(RuntimeError, match="received a gradient after its bucket was launched"):
+        record.open_for_write(written_already=True)
+    assert record.open_for_write() is False
+    assert opened == [True]
+
+
+@pytest.mark.parametrize("overwrites", [False, True])
+@pytest.mark.parametrize("written", [False, True])
+@pytest.mark.parametrize("released", [False, True])
+def test_what_is_zeroed(overwrites: bool, written: bool, released: bool) -> None:
+    """Where memory is there for some time only, an unwritten gradient has none."""
+
+    def made() -> GradRecord:
+        record = a_record(overwrites=overwrites)
+        record.make_room = list if released else None
+        if written:
+            record.open_for_write()
+        record.view.fill_(1.0)
+        return record
+
+    unwanted, unused = made(), made()
+    unwanted.zero()
+    assert unwanted.view.eq(1.0).all() == (released and not written)
+    unused.zero_unwritten()
+    assert unused.view.eq(0.0).all() == (overwrites and not written)
+
+
+def test_a_reset_record_is_as_a_new_one() -> None:
+    record = a_record(overwrites=True)
+    record.open_for_write()
+    record.view.fill_(1.0)
+    record.ahead, record.ready, record.awaits_delayed = WrittenAhead(), True, True
+    record.close("its bucket was launched")
+    record.of_weight = "a quantised copy"
+    record.reset()
+    assert (record.written, record.ready, record.awaits_delayed) == (False, False, False)
+    assert (record.ahead, record.closed, record.of_weight) == (None, None, None)
+    assert record.open_for_write(), "what the iteration before has left is nothing by hand"
+    record.of_weight = "a quantised copy"
+    record.close("its bucket was launched")
+    assert record.of_weight is None, "the weight may change now"

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +27,7 @@ from maingrad.ddp.gathers import param_gather
 from maingrad.ddp.gathers.gathered_models import GatheredModel, gathered_models, record_gathered_model
 from maingrad.ddp.gathers.param_gather import ParamGather, guard_reads
 from maingrad.ddp.gathers.waiting_params import (
+    call_before_compiled_code,
     call_before_forward,
     have_wait,
     is_waiting_hook,
@@ -300,6 +302,7 @@ def test_a_compiled_module_keeps_no_gather(monkeypatch: pytest.MonkeyPatch) -> N
     """It may outlive the wrapper and the optimizer."""
     one = Watched(monkeypatch)
     vars(one.module)["_compiled_call_impl"] = lambda x: x + 1
+    one.module.frozen = nn.Parameter(torch.ones(1), requires_grad=False)  # which nobody gathers
     one.ends = [lambda: None]
     one.start()
     assert one.module(torch.ones(1)) == 2 and not one.gather.under_way
@@ -337,6 +340,30 @@ def test_hooks_of_others_wait_for_no_gather_and_come_after_it(theirs: list[str])
     unhook()  # by another thread
     module._forward_pre_hooks["a name"] = lambda *_: None  # type: ignore[index, assignment]
     assert not any(map(is_waiting_hook, module._forward_pre_hooks))
+
+
+class OptimizedModule(nn.Sequential):
+    """Has the name of the class of ``torch.compile(module)``, whose code is in ``forward``."""
+
+
+@pytest.mark.parametrize(
+    ("cls", "place"), [(nn.Sequential, "_compiled_call_impl"), (OptimizedModule, "forward")], ids=["method", "function"]
+)
+def test_compiled_code_waits_once_for_each_gather_below_it(cls: type[nn.Sequential], place: str) -> None:
+    """One of the parameters has no gather."""
+    module: Any = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    compiled, called = cls(*module), list[str]()
+    vars(compiled)[place] = lambda x: called.append("code") or x
+    waits = {name: partial(called.append, name) for name in ("first", "second")}
+    gathers = {id(param): waits["first"] for param in module[0].parameters()} | {id(module[1].bias): waits["second"]}
+    for _ in range(2):
+        call_before_compiled_code(compiled, lambda param: gathers.get(id(param)))
+    assert compiled(torch.ones(2)).sum() == 2
+    assert called == ["first", "second", "code"]
+    plain = nn.Linear(2, 2)
+    call_before_compiled_code(plain, lambda param: waits["first"])
+    plain(torch.ones(2))
+    assert called == ["first", "second", "code"]
 
 
 def test_models_are_known_to_the_thread_that_uses_them_as_long_as_they_live() -> None:

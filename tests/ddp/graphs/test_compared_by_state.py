@@ -40,6 +40,7 @@ def test_equal_objects_have_one_class_and_equal_attributes() -> None:
         assert first != Options(**(same | change))
     assert first != Options(**{name: value for name, value in same.items() if name != "slot"})
     assert first != Others(**same)
+    assert Others(slot="a") != Others(slot="b"), "the base has the slot"
     assert first != "a string"
 
 
@@ -79,6 +80,8 @@ def test_attributes_stay_once_they_were_compared() -> None:
 def test_what_may_change_in_place_and_own_comparisons_are_refused() -> None:
     with pytest.raises(TypeError, match=r"Options.shape is a list, which may change in place"):
         hash(Options(shape=[1]))
+    with pytest.raises(TypeError, match=r"Options.values is a dict, which may change in place"):
+        hash(Options(size=1, values={}, width=2))
     for name in ("__eq__", "__hash__"):
         with pytest.raises(TypeError, match=f"Mine defines {name}"):
             type("Mine", (ComparedByState,), {name: lambda *_: True})

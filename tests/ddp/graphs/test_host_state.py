@@ -640,6 +640,21 @@ def attribute_of_a_trained_module(model: nn.Sequential) -> Any:
     return lambda: model(torch.ones(1, 2)), lambda: setattr(model[3], "_scale", 0.5)
 
 
+class Factor(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+@seen
+def attribute_of_another_module(model: nn.Module) -> Any:
+    other = Factor()
+    return lambda: other(torch.ones(1)), lambda: setattr(other, "factor", 0.5)
+
+
 @seen
 def object_that_a_librarys_object_holds(model: nn.Module) -> Any:
     other, config = nn.Dropout(), Config()
@@ -676,6 +691,16 @@ def memory_of_a_buffer(model: nn.Sequential) -> Any:
 @seen
 def module_in_one_without(model: nn.Sequential) -> Any:
     return lambda: model, lambda: model[2].add_module("inside", nn.ReLU())
+
+
+@seen
+def last_parameter_that_comes(model: nn.Sequential) -> Any:
+    return lambda: model, lambda: model[1].register_parameter("more", nn.Parameter(torch.ones(2)))
+
+
+@seen
+def last_parameter_that_goes(model: nn.Sequential) -> Any:
+    return lambda: model, lambda: delattr(model[1], "bias")
 
 
 @seen
@@ -770,7 +795,23 @@ def tables_of_another_module(model: nn.Module) -> Any:
     return lambda: other(torch.ones(2, 2)), changes
 
 
-for each in (objects, bases, attributes, items_of_a_tuple, attributes_of_a_module, hooks, tables_of_another_module):
+class Slotted:
+    __slots__ = ("one", "two")
+
+
+def slots(model: nn.Module) -> Any:
+    made = Slotted()
+    made.one = made.two = 1.0
+    return lambda: (made.one, made.two), [lambda: setattr(made, "one", 0.5), lambda: setattr(made, "two", 0.5)]
+
+
+def items_of_a_dict(model: nn.Module) -> Any:
+    held = {"one": [1.0], "two": [1.0]}
+    return lambda: held, [changed_item(each) for each in held.values()]
+
+
+_SEVERAL = (objects, bases, attributes, slots, items_of_a_tuple, items_of_a_dict, attributes_of_a_module, hooks)
+for each in (*_SEVERAL, tables_of_another_module):
     of_several(each.__name__, each)
 
 

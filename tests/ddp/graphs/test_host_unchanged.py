@@ -131,6 +131,12 @@ def function_with_the_name_of_an_effect() -> Any:
     return names["step"], bool
 
 
+@case(UNCHANGED)
+def values_of_a_tensor() -> Any:
+    held = {"mean": torch.zeros(2)}
+    return lambda: held["mean"].sum(), lambda: held["mean"].add_(1.0)
+
+
 @pytest.mark.parametrize("name", UNCHANGED)
 def test_what_changes_nothing_is_no_change(name: str) -> None:
     function, change = UNCHANGED[name]()
@@ -144,12 +150,20 @@ def test_what_changes_nothing_is_no_change(name: str) -> None:
 # ---- Around a call. ----
 
 
-@pytest.mark.parametrize("before", [None, torch.bfloat16])
-def test_autocast_is_seen_and_so_is_its_dtype(before: torch.dtype | None) -> None:
+def test_an_environment_that_no_code_reads_is_none_of_the_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = look(lambda: torch.ones(1))
+    monkeypatch.setenv("MAINGRAD_UNHEARD_OF", "1")
+    assert state.change() is None
+
+
+@pytest.mark.parametrize(
+    ("before", "now"), [(None, torch.float16), (None, torch.bfloat16), (torch.bfloat16, torch.float16)]
+)
+def test_autocast_is_seen_and_so_is_its_dtype(before: torch.dtype | None, now: torch.dtype) -> None:
     with torch.autocast("cpu", before, enabled=before is not None):
         state = look(lambda: 1)
         assert state.change() is None
-        with torch.autocast("cpu", torch.float16):
+        with torch.autocast("cpu", now):
             assert "autocast" in (state.change() or "")
 
 
@@ -301,14 +315,15 @@ def test_an_installed_program_is_looked_into_and_what_it_imports_is_not() -> Non
 
 def test_switches_of_modules_and_what_a_wrapper_adds_are_around_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     class Switched(nn.Linear):
-        fast = False
+        fast = exact = False
 
-    monkeypatch.setattr(surroundings, "switches", ["fast"])
-    model, beside = nn.Sequential(nn.Linear(2, 2), Switched(2, 2)), [1]
+    monkeypatch.setattr(surroundings, "switches", ["fast", "exact"])
+    model, beside = nn.Sequential(nn.Linear(2, 2), Switched(2, 2), Switched(2, 2)), [1]
     state = surroundings.Surroundings(model, list(model.parameters()), "cpu", lambda: tuple(beside))
     assert state.change() is None
     for change, back in (
         (lambda: setattr(model[1], "fast", True), lambda: setattr(model[1], "fast", False)),
+        (lambda: setattr(model[2], "exact", True), lambda: setattr(model[2], "exact", False)),
         (lambda: beside.append(2), beside.pop),
     ):
         change()

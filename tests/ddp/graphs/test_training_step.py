@@ -2,6 +2,8 @@
 
 import copy
 import itertools
+import random
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +12,9 @@ import torch
 import torch.distributed as dist
 from graphed_training import CONFIGS, EVENTS, FORMS, STATES, Program, differences, train
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
+from maingrad import graphed
 from maingrad.ddp import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -19,6 +23,9 @@ from maingrad.ddp import (
     Muon,
 )
 from maingrad.ddp.collectives.streams import is_capturing
+from maingrad.ddp.gathers.gathered_models import GatheredModel, record_gathered_model
+from maingrad.ddp.graphs.inputs import signature
+from maingrad.ddp.graphs.recorded import RecordedGraph
 from maingrad.kernels.optimizer.adamw import AdamUpdate
 from maingrad.launch import simulate
 
@@ -278,3 +285,181 @@ def test_loops_over_tensors_are_refused(groups: Any) -> None:
     optimizer = DistributedOptimizer(model, param_groups=groups, fused=bool(groups))
     with pytest.raises(ValueError, match="AdamW reads learning rates and counters on the host"):
         GraphedTrainingStep(lambda x: model(x).sum(), model, optimizer)
+
+
+class Told(GatheredModel):
+    """Another model of the thread, whose parameters are gathered: what it is told."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        record_gathered_model(self)
+
+    def finish(self) -> None:
+        self.said.append("finish")
+
+    def begin_capture(self) -> None:
+        self.said.append("begin")
+
+    def end_capture(self) -> None:
+        self.said.append("end")
+
+    def record_replay(self) -> None:
+        self.said.append("replay")
+
+
+def test_all_other_models_of_a_thread_are_told_of_each_call() -> None:
+    """A replay may read them, and may write to them: no Python waits for them, and no version tells."""
+    model = DistributedDataParallel(nn.Linear(4, 4))
+    optimizer = DistributedOptimizer(model, lr=2**-7)
+
+    def train_step(x: Tensor) -> None:
+        model(x).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if is_capturing() and len(x) == 3:
+            raise KeyError
+
+    step = GraphedTrainingStep(train_step, model, optimizer, num_warmup_steps=1)
+    others = [Told() for _ in range(3)]
+    for expected in (["finish"], ["finish", "begin", "end", "replay"], ["finish", "replay"]):
+        step(torch.ones(2, 4))
+        for other in others:
+            assert other.said == expected
+            other.said.clear()
+    step(torch.ones(3, 4))
+    with pytest.raises(KeyError):
+        step(torch.ones(3, 4))
+    assert [other.said for other in others] == [["finish", "finish", "begin", "end"]] * 3
+
+
+def test_calls_of_one_kind_differ_in_values_of_tensors_alone() -> None:
+    one, other = torch.ones(2), torch.zeros(2)
+    assert signature((one, [other])) == signature((other, [one]))
+    calls: list[Any] = [1, True, 1.0, "1", None, one, [one], (one,), {"x": one}, {"y": one}, (one, one), (one, other)]
+    calls += [torch.ones(2, requires_grad=True), one.double(), torch.ones(2, 3), torch.ones(3, 2).t()]
+    assert len({signature(each) for each in calls}) == len(calls)
+
+
+def test_modes_and_rates_that_change_between_and_in_calls() -> None:
+    """All modules are left as the function leaves them; and a rate may be a number, a tensor, and the same number."""
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.0), nn.Linear(4, 4)))
+    optimizer = DistributedOptimizer(model, optimizer_class=torch.optim.SGD, lr=0.5)
+
+    def train_step(x: Tensor) -> None:
+        model.train()
+        model(x).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.eval()
+
+    step = GraphedTrainingStep(train_step, model, optimizer, num_warmup_steps=1)
+    decays: list[float] = []
+    for lr in (0.5, 0.5, 0.5, torch.tensor(0.0), 0.5, torch.tensor(0.0)):
+        model.train()
+        before = [param.detach().clone() for param in model.parameters()]
+        decays.append(float("0.5"))  # an equal number, made anew
+        optimizer.param_groups[0].update(lr=lr, weight_decay=decays[-1])
+        step(torch.full((1, 4), 2.0**-4))
+        assert not any(module.training for module in model.modules())
+        assert all(map(torch.equal, before, model.parameters())) == (lr == 0)
+    assert step.num_graphs == 1
+
+
+# ---- ``graphed`` decides. ----
+
+
+def decided(extra: Callable[[Tensor, list[int]], Any], **options: Any) -> Any:
+    """``maingrad.graphed`` of an iteration in which ``extra`` runs too."""
+    model = DistributedDataParallel(nn.Linear(4, 4), **options)
+    optimizer = DistributedOptimizer(model, lr=2**-7)
+
+    def train_step(x: Tensor, numbers: list[int]) -> Tensor:
+        extra(x, numbers)
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return graphed(train_step, model, optimizer, record_on_cpu=True)
+
+
+def test_one_change_among_odd_batches_is_one_change() -> None:
+    step = decided(lambda x, numbers: numbers.append(1) if len(x) == 6 else None)
+    for rows in (3, 4, 5, 6, 2, 2, 2):
+        step(torch.ones(rows, 4), [])
+    assert (step.why_eager, step.num_graphs) == (None, 1)
+
+
+def test_what_a_program_draws_between_calls_is_its_own() -> None:
+    step = decided(lambda x, numbers: None)
+    for _ in range(8):
+        random.random()
+        step(torch.ones(2, 4), [])
+    assert (step.why_eager, step.num_graphs) == (None, 1)
+
+
+def test_a_graph_whose_capture_has_changed_the_host_serves_no_call() -> None:
+    captures: list[bool] = []
+    step = decided(lambda x, numbers: captures.append(True) if is_capturing() else None)
+    for _ in range(3):
+        step(torch.ones(2, 4), [])
+    assert (len(captures), step.num_graphs) == (1, 0)
+
+
+def test_only_the_ranks_of_the_model_decide() -> None:
+    """In instances and across them. Another rank of the program does something else."""
+
+    def on_each_rank() -> list[int]:
+        mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("outer", "inner"))
+        if dist.get_rank() == 4:
+            return []
+        config, graphs = DistributedDataParallelConfig(use_distributed_optimizer=True), []
+        step = decided(lambda x, numbers: None, config=config, process_group=mesh)
+        for number in range(5):
+            step(torch.ones(3 if number == 3 and dist.get_rank() == 1 else 2, 4), [])
+            graphs.append(step.num_graphs)
+        return graphs
+
+    assert simulate(on_each_rank, 5) == [[0, 0, 1, 1, 1]] * 4 + [[]]
+
+
+# ---- The stand-in, by itself. ----
+
+
+def test_a_recorded_block_that_fails_has_not_run() -> None:
+    """What it wrote several times, by the name of an argument, in a list, and what it has drawn."""
+    before = torch.arange(3.0)
+    twice, named, first, second = (before.clone() for _ in range(4))
+    generator = torch.get_rng_state()
+
+    def fails() -> None:
+        twice.add_(1.0)
+        twice.mul_(2.0)
+        torch.add(before, 1.0, out=named)
+        torch._foreach_add_([first, second], 1.0)
+        torch._foreach_add_([second, first], 1.0)
+        torch.rand(2)
+        raise KeyError
+
+    with pytest.raises(KeyError), RecordedGraph().recording():
+        fails()
+    assert all(torch.equal(each, before) for each in (twice, named, first, second))
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert torch._dynamo.eval_frame._stance.stance == "default", "compiled code is compiled again"
+
+
+def test_a_replay_writes_the_memory_of_the_recording_and_no_version_rises() -> None:
+    weight, seen = torch.zeros(2, requires_grad=True), torch.zeros(2)
+    graph = RecordedGraph()
+    with graph.recording(), torch.no_grad():
+        weight.add_(1.0)
+        made = weight * 2.0
+        seen.copy_(made.view(2, 1).squeeze())
+    versions = [tensor._version for tensor in (weight, made, seen)]
+    for number in (2.0, 3.0):
+        graph.replay()
+        assert (weight.tolist(), made.tolist(), seen.tolist()) == ([number] * 2, [2 * number] * 2, [2 * number] * 2)
+    assert [tensor._version for tensor in (weight, made, seen)] == versions
+    assert not (made.requires_grad or seen.requires_grad)
+    assert torch._dynamo.eval_frame._stance.stance == "default"
