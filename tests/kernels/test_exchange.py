@@ -87,7 +87,13 @@ def send_back(ranks: list[Any], received: list[Received], like: list[list[Tensor
     for exchange, mine in zip(ranks, received, strict=True):
         for place, rows in zip(places(exchange, num_experts, mine.tensors, most_sent), mine.tensors, strict=True):
             copy(rows, place, mine.plan, routed=True, write=True)
+    told = [
+        [each.clone() for each in (*mine[:2], rank.num_dropped)] for rank, mine in zip(ranks, received, strict=True)
+    ]
     meet(ranks, None, received, 0)
+    for rank, mine, before in zip(ranks, received, told, strict=True):
+        for each, same in zip((*mine[:2], rank.num_dropped), before, strict=True):
+            assert torch.equal(each, same), "an exchange back is told no counts, and leaves what follows from them"
     back = []
     for exchange, mine, tensors in zip(ranks, received, like, strict=True):
         out = [torch.full_like(each, 55, device=DEVICE) for each in tensors]
