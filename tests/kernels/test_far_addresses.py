@@ -4,6 +4,7 @@ A product in 32 bits wraps, and lands as far in front of the first row, where me
 """
 
 import mmap
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -152,6 +153,15 @@ def test_cross_entropy(far: Far) -> None:
     expected = cross_entropy_triton(logits, targets, LossTerms(), grads=grads[:, 0])
     assert torch.equal(apart, logits)
     assert found[0] is not None and expected[0] is not None and torch.equal(found[0], expected[0])
+
+
+def test_what_lies_outside_of_all_tensors_is_not_read() -> None:
+    """The check itself, which every test of kernels has."""
+    x, out = draw(ROWS, WIDTH), torch.zeros(1, WIDTH)
+    for row, fits in ((ROWS - 1, True), (ROWS, False), (-1, False), (2**40, False)):
+        with nullcontext() if fits else pytest.raises(Exception, match="lie outside of all tensors"):
+            permute_triton(x, torch.tensor([[row]]), out, inverse=True)
+    assert torch.equal(out[0], x[-1])
 
 
 def test_permutations(far: Far) -> None:
