@@ -162,19 +162,20 @@ class _Memory:
 
 
 def _poison(kind: Any) -> Any:
-    """NaN, in bf16 and 8 bits by its bits; of integers the least."""
+    """NaN, in bf16 and 8 bits by its bits; of integers one far from 0, whose bits are no -0.0 either."""
     if kind.is_bf16():
         return 0x7FC0
     if kind.is_floating():
         return 0xFF if kind.primitive_bitwidth == 8 else np.nan
-    return -(2 ** (kind.primitive_bitwidth - 1)) if kind.is_int_signed() else 2 ** (kind.primitive_bitwidth - 1)
+    half = 2 ** (kind.primitive_bitwidth - 1)
+    return 1 - half if kind.is_int_signed() else half + 1
 
 
 @contextmanager
 def addresses_are_checked() -> Iterator[None]:
     """Kernels that read or write an element outside of all tensors raise; on a GPU they may, or read what lies there.
 
-    A load without ``other`` gives NaN or very negative integers where its mask is False: on a GPU it gives anything.
+    A load without ``other`` gives NaN or odd integers where its mask is False: on a GPU it gives anything.
     """
     from triton.runtime import interpreter
 
