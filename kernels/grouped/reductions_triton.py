@@ -43,7 +43,7 @@ def _bias_grad_chunks_kernel(
         high = tl.minimum(tl.load(offsets + expert + 1).to(tl.int64), end)
         sums = tl.zeros((BLOCK_T, BLOCK_N), dtype=tl.float32)
         for at in range(low, high, BLOCK_T):
-            row = at + tl.arange(0, BLOCK_T)
+            row = (at + tl.arange(0, BLOCK_T)).to(tl.int64)
             mask = (row < high)[:, None] & (column < N)[None, :]
             part = tl.load(dy + row[:, None] * stride_dy + column[None, :], mask=mask, other=0.0).to(tl.float32)
             if scale is not None:

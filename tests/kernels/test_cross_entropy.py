@@ -239,6 +239,7 @@ def test_sums_over_chunks_of_a_bf16_head_are_fp32() -> None:
     """Gradients of two classes are opposite: those of 256, 1 and -256 times half a token leave half of 1."""
     hidden, weight = torch.zeros(3, 1, dtype=torch.bfloat16), torch.zeros(2, 1, dtype=torch.bfloat16)
     head = Head(hidden, weight, torch.zeros(2, dtype=torch.bfloat16), torch.tensor([0, 0, 0]), LossTerms(), 1)
+    assert [each.dtype for each in head_losses(head)] == [torch.float32, torch.float32, torch.bfloat16]
     found = head_grads(head, torch.tensor([256.0, 1.0, -256.0]), None, needs_bias=True)
     assert found.bias is not None and found.bias.tolist() == [-0.5, 0.5] and found.bias.dtype is torch.float32
     assert found.losses is not None and found.losses.dtype is torch.float32

@@ -6,7 +6,14 @@ from torch import Tensor
 from triton_devices import LAUNCHER_DEVICES
 
 from maingrad.kernels.optimizer.adamw import AdamUpdate
-from maingrad.kernels.optimizer.eight_bits import code_table, dequantize_moment, quantize_moment
+from maingrad.kernels.optimizer.eight_bits import (
+    BORDERS,
+    LEAST,
+    LEAST_ONE,
+    code_table,
+    dequantize_moment,
+    quantize_moment,
+)
 from maingrad.kernels.optimizer.reference import (
     AdamOptions,
     LionOptions,
@@ -235,6 +242,33 @@ def test_kernels_have_the_references_codes_of_small_moments_of_equal_ones_and_of
         assert not isinstance(mine, Tensor) or torch.equal(mine, wanted)
     assert rows[0].exp_avg_scale.isfinite().all() and (rows[0].exp_avg_scale > 0).tolist() == [True, True, False]
     assert (rows[0].exp_avg_sq[:512] > 0).all() and not rows[0].exp_avg_sq[512:].any()
+
+
+@pytest.mark.parametrize("device", LAUNCHER_DEVICES)
+def test_kernels_have_the_references_codes_at_the_borders_of_decades(device: str) -> None:
+    """Of either moment, whose betas are 0: the first is the gradient, and the second its square."""
+    pytest.importorskip("triton", reason="the launch is Triton's")
+    from maingrad.kernels.optimizer.triton_update import TritonUpdate
+
+    signed, unsigned = (torch.tensor([*BORDERS[kind], LEAST[kind], LEAST_ONE[kind]]) for kind in (True, False))
+    around = torch.arange(-5, 6, dtype=torch.int32)
+    near, roots = ((each.view(torch.int32)[:, None] + around).flatten().view(torch.float32) for each in (
+        signed, unsigned.double().sqrt().float()
+    ))  # fmt: skip
+    # Blocks whose largest element is 1 have the scale 1.
+    grad = torch.cat([torch.nn.functional.pad(each, (0, 256 - len(each)), value=1.0) for each in (near, -near, roots)])
+    rows = []
+    for _ in range(2):
+        moments = [torch.zeros(768, dtype=torch.uint8, device=device) for _ in range(2)]
+        scales = [torch.zeros(3, device=device) for _ in range(2)]
+        step, master = torch.zeros((), device=device), torch.ones(768, device=device)
+        rows.append(UpdateRow(grad.to(device), *moments, step, master, None, None, *scales))
+    options = [AdamOptions(1e-3, 0.0, 0.0, 1e-8, 0.0)]
+    TritonUpdate(rows[:1], "adamw", False)(options, None, None)
+    update_reference(rows[1:], options)
+    for mine, wanted in zip(rows[0], rows[1], strict=True):
+        assert not isinstance(mine, Tensor) or torch.equal(mine, wanted)
+    assert rows[0].exp_avg_scale.tolist() == rows[0].exp_avg_sq_scale.tolist() == [1.0] * 3
 
 
 @pytest.mark.parametrize("device", LAUNCHER_DEVICES)

@@ -145,6 +145,18 @@ def test_a_gate_of_zero_gets_no_gradient(run: Callable[..., Any], device: str, a
 
 @pytest.mark.parametrize("run", [called, launched])
 @pytest.mark.parametrize("device", LAUNCHER_DEVICES)
+def test_halves_at_the_limit_are_not_clamped(run: Callable[..., Any], device: str) -> None:
+    """Nor those at its negative: they get the gradients that a higher limit gives them."""
+    da, h, probs = operands(4, 12, torch.float32, device)
+    h[:, ::2] = torch.where(h[:, ::2] < 0, -1.5, 1.5)
+    h.clamp_(-1.5, 1.5)
+    higher = run(da, h, probs, "clamped_swiglu", limit=9.0)
+    for actual, expected in zip(run(da, h, probs, "clamped_swiglu", limit=1.5), higher, strict=True):
+        assert torch.equal(actual, expected) and actual.all()
+
+
+@pytest.mark.parametrize("run", [called, launched])
+@pytest.mark.parametrize("device", LAUNCHER_DEVICES)
 @pytest.mark.parametrize(("rows", "features"), [(0, 8), (5, 0), (0, 0)])
 def test_nothing_to_do(run: Callable[..., Any], device: str, rows: int, features: int) -> None:
     da, h, probs = operands(rows, features, torch.float32, device)

@@ -238,6 +238,19 @@ def test_an_accumulator_of_the_operands_dtype(device: str, config: WgradConfig, 
     check_wgrad(SPLITS["uneven"], 24, 40, torch.float16, device, config, **options)
 
 
+@pytest.mark.parametrize("device", LAUNCHER_DEVICES)
+@pytest.mark.parametrize("config", WGRADS.values(), ids=WGRADS)
+@pytest.mark.sampled(2)
+def test_one_matrix_has_all_rows_where_no_offsets_are_given(device: str, config: WgradConfig) -> None:
+    dtype = torch.float16
+    dy, x = (draw(37, size, dtype=dtype, device=device, seed=size) for size in (24, 40))
+    for overwrite in (False, True):
+        grad = torch.full((1, 24, 40), torch.nan if overwrite else 2.0, device=device)
+        grouped_wgrad_triton(dy, x, grad, None, overwrite, config)
+        exact = dy.double().t() @ x.double() + (0.0 if overwrite else 2.0)
+        torch.testing.assert_close(grad[0].double(), exact, rtol=1e-5, atol=1e-4)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter runs where there is no GPU")
 @pytest.mark.parametrize("form", ["packed", "backwards"])
 def test_gradients_that_the_memory_accelerator_adds(form: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,12 @@ def test_drawn_values(name: str) -> None:
         check_quantized(x.to(dtype), SPECS[name])
 
 
+def test_numbers_in_fp64_are_products_that_are_not_rounded() -> None:
+    q = quantize(torch.tensor([[1.0, 3.0, 0.7]]), SPECS["current"])
+    exact = q.data.double() * q.scale.double()
+    assert torch.equal(dequantize(q, torch.float64), exact[:, :3]) and (exact.float() != exact).any()
+
+
 def test_a_recorded_amax_is_the_largest_so_far_whatever_is_nan() -> None:
     """A NaN would stay in the history, and in each scale that follows from it."""
     amax = torch.zeros(())

@@ -83,6 +83,17 @@ def test_launches_that_differ_in_one_thing(device: str, name: str) -> None:
         check(columns, matrix.t(), name)
 
 
+@pytest.mark.in_turn
+@pytest.mark.parametrize("device", LAUNCHER_DEVICES)
+def test_scales_of_whole_blocks_are_as_many_as_there_are_blocks(device: str) -> None:
+    """Programs behind the matrix write zeros to the copies' padding, and no scale."""
+    x = torch.randn(128, 128, generator=torch.Generator().manual_seed(0)).bfloat16().to(device)
+    with nan_filled_memory():
+        rows, columns = quantize_triton(x, SPECS["block, weights"], SPECS["block, weights"])
+    check(rows, x, "block, weights")
+    check(columns, x.t(), "block, weights")
+
+
 @pytest.mark.parametrize("device", LAUNCHER_DEVICES)
 def test_the_largest_magnitude_is_that_of_the_matrix_alone(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A program looks through several tiles; what lies beside and behind the matrix is larger."""
