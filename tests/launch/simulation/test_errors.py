@@ -1,6 +1,7 @@
 """Errors on simulated ranks are reported at once: mismatches, deadlocks, exceptions."""
 
 import contextlib
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -113,6 +114,14 @@ def test_deadlock_says_who_waits_for_what():
 
     with pytest.raises(SimulatedDeadlockError) as caught:
         simulate(fn, 3)
+    assert gc.isenabled(), "the message is made without the garbage collector"
+    gc.disable()
+    try:
+        with pytest.raises(SimulatedDeadlockError):
+            simulate(fn, 3)
+        assert not gc.isenabled(), "who has turned it off wants it off"
+    finally:
+        gc.enable()
     lines = str(caught.value).splitlines()
     assert lines[0] == "simulated ranks are deadlocked: no rank can go on"
     for rank, waits_for in (
