@@ -196,6 +196,8 @@ def test_waiting_for_a_finished_rank_is_reported_while_others_still_run(starts: 
     with pytest.raises(SimulatedDeadlockError, match="rank 1 waits for a rank that has finished") as caught:
         simulate(fn, 3, order=lambda runnable: next(sequence))
     assert "missing ranks: 0 (finished), 2; at" in str(caught.value)
+    lines = str(caught.value).splitlines()[1:]
+    assert [line.strip() for line in (lines[0], lines[2])] == ["rank 0 has finished", "rank 2 has not started"]
 
 
 def test_two_sends_that_wait_for_each_other():
