@@ -350,6 +350,30 @@ def test_a_training_that_fails_frees_its_graphs(tmp_path: Path, monkeypatch: pyt
 # ---- Generation and saves. ----
 
 
+@pytest.mark.in_turn
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.sampled(1)
+def test_recomputed_layers_noise_on_embeddings_and_the_best_weights_at_the_end(form: str, tmp_path: Path) -> None:
+    """The rate grows until the model is worse: the best checkpoint is not the last one, and stays though one may."""
+    options = {"max_steps": 6, "learning_rate": 1.0, "lr_scheduler_type": "constant_with_warmup", "warmup_steps": 6}
+    options |= {"gradient_checkpointing": True, "neftune_noise_alpha": 5.0, "load_best_model_at_end": True}
+    options |= {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    found = []
+    for kind in ("plain", form):
+        with as_launched():
+            made = build(kind, tmp_path / kind, options | {"save_total_limit": 1}, language_model())
+            made.train()
+            at_the_end = made.evaluate()["eval_loss"]
+        logged = [each for each in made.state.log_history if "loss" in each or "eval_loss" in each]
+        best = min(each["eval_loss"] for each in logged if "eval_loss" in each)
+        assert at_the_end == pytest.approx(best, rel=1e-5) and "eval_loss" in logged[-1]
+        assert best < logged[-2]["eval_loss"], "of the last step"
+        kept = {path.name for path in (tmp_path / kind).glob("checkpoint-*")}
+        assert Path(made.state.best_model_checkpoint).name in kept
+        found.append([each[key] for each in logged for key in ("loss", "grad_norm", "eval_loss") if key in each])
+    assert found[1] == pytest.approx(found[0], rel=1e-3)
+
+
 def test_the_schedule_of_a_checkpoint_runs_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = build("ddp", tmp_path, {}, language_model())
     made.lr_scheduler = types.SimpleNamespace(load_state_dict=lambda state: None)
