@@ -10,6 +10,7 @@ from torch import nn
 
 from maingrad.launch import simulate
 from maingrad.launch.config.run import Config
+from maingrad.launch.simulation.simulate import SimulatedRankError
 from maingrad.launch.training.metrics import read_metrics
 from maingrad.launch.training.train import Trainer, train
 
@@ -39,6 +40,14 @@ def assert_copies_are_equal(model: nn.Module, other: nn.Module) -> None:
         own, others = param.detach(), of_other.detach()  # of a sharded parameter the shards
         is_empty = own.numel() == others.numel() == 0
         assert torch.equal(own, others) is (name.endswith("norm.weight") or is_empty), name
+
+
+def test_tokens_that_travel_by_kernels_need_gpus(tmp_path: Path) -> None:
+    experts = {"num_experts": 4, "top_k": 2, "expert_ffn_dim": 8}
+    config = tiny_config(tmp_path, mesh={"ep": 2, "transport": "symmetric"}, model=experts)
+    with pytest.raises(SimulatedRankError, match=r"mesh\.transport = 'symmetric': needs GPUs, .* set \"all_to_all\""):
+        simulate(train, 2, config)
+    assert not (tmp_path / "run").exists(), "before anything is written"
 
 
 @pytest.fixture(scope="module", params=["join", "mask", "pad"])

@@ -424,11 +424,13 @@ def test_a_model_is_pushed_where_a_program_saves_it_and_not_with_each_checkpoint
     made = build("ddp", tmp_path, {}, language_model())
     pushed: list[Any] = []
     made.push_to_hub = lambda **how: pushed.append(how)
+    made.args.hub_revision = "a branch"
     for internal, wanted in ((True, 0), (False, 1)):
         for push in (False, True):
             made.args.push_to_hub = push
             made.save_model(str(tmp_path / "saved"), _internal_call=internal)
         assert len(pushed) == wanted
+    assert pushed[0]["revision"] == "a branch"
 
 
 def test_updated_parameters_have_arrived_before_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
