@@ -12,6 +12,7 @@ from tiny_run import tiny_config
 
 from maingrad.launch.cli import main
 from maingrad.launch.plan.plan import plan_run
+from maingrad.launch.report.overlap import overlap_lines
 from maingrad.launch.report.page import write_page
 from maingrad.launch.report.run_folder import read_runs
 from maingrad.launch.report.side_by_side import differing, side_by_side
@@ -338,6 +339,8 @@ def test_the_command(two_ranks: Path, tmp_path: Path, capsys: pytest.CaptureFixt
         str(run / name) for name in ("report.html", "loss.png", "overlap.png", "overlap.json")
     ]
     assert ReadPage(run / "report.html").states == {"one": "finished after step 6"}
+    lines = overlap_lines(read_runs([run])[0].timeline or {})
+    assert lines and set(lines) <= set(out), "how much of what was sent was hidden"
     assert main(["report", str(run), "--peak-tflops", "-1"]) == 2
     assert "--peak-tflops -1.0: must be positive" in capsys.readouterr().err
 

@@ -150,11 +150,18 @@ def test_a_forward_is_under_the_recipe_of_the_run_and_sees_where_documents_begin
     """Of a stage too: its schedule runs all microbatches under the recipe."""
     under, seen = list[Any](), list[Any]()
     recipe: Any = None if named is None else recipe_named(named)
+
+    def entered(enabled: bool, recipe: Any) -> Any:
+        under.append((enabled, recipe))
+        return nullcontext()
+
     for module in (loop, pipelined):
-        monkeypatch.setattr(
-            module, "autocast", lambda enabled, recipe: under.append((enabled, recipe)) or nullcontext()
-        )
-    model = lambda *given: seen.append(given) or torch.ones(())  # noqa: E731
+        monkeypatch.setattr(module, "autocast", entered)
+
+    def model(*given: Any) -> Tensor:
+        seen.append(given)
+        return torch.ones(())
+
     one, two, three = (torch.full((1, 1, 2), value) for value in (1, 2, 3))
     trainer: Any = SimpleNamespace(recipe=recipe, model=model)
     for given in ((one, two), (one, two, three)):

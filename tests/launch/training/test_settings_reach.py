@@ -13,9 +13,14 @@ from maingrad.launch.config.file import structure
 from maingrad.launch.config.run import Config
 from maingrad.launch.model import gpt
 from maingrad.launch.model.hugging_face import HuggingFaceModel
+from maingrad.launch.training import train as loop
 from maingrad.launch.training import wrapping
 from maingrad.launch.training.loading import load_model
+from maingrad.launch.training.metrics import MetricsWriter
 from maingrad.launch.training.runtime import current_runtime
+from maingrad.launch.training.signals import StopRequest
+from maingrad.launch.training.train import Trainer
+from maingrad.launch.training.watching.progress import Display
 from maingrad.launch.training.wrapping import Wrapped
 
 transformers = pytest.importorskip("transformers")
@@ -108,6 +113,18 @@ def test_a_model_of_hugging_face_knows_of_padding_where_rows_have_some(tmp_path:
         config = of_hugging_face(tmp_path, data={"documents": documents, "order": "epochs"})
         model = loaded(config)
         assert isinstance(model, HuggingFaceModel) and model.pads is (documents == "pad")
+
+
+def test_a_model_of_hugging_face_is_asked_about_documents_where_attention_is_to_know_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    asked: list[Any] = []
+    monkeypatch.setattr(loop, "check_documents", lambda model, device: asked.append((model, device.type)))
+    for documents in ("join", "mask"):
+        config = of_hugging_face(tmp_path, data={"documents": documents})
+        runtime, display = current_runtime("cpu", config.mesh), Display(is_main=False)
+        made = Trainer(config, runtime, MetricsWriter(None), StopRequest(), display)
+        assert asked == ([(made.module, "cpu")] if documents == "mask" else [])
 
 
 # ---- Wrapped or sharded. ----
