@@ -192,6 +192,17 @@ def test_whole_parameters_take_any_optimizer() -> None:
             check_optimizer(cls, parallel, None, "optim")
 
 
+def test_an_optimizer_that_was_made_too_early_is_refused_with_the_one_to_make(tmp_path: Path) -> None:
+    """It would update nothing. The remedy is that of the form."""
+    ours, torchs = r"DistributedOptimizer\(self\.wrapped_model\(\)", r"the parameters of self\.wrapped_model\(\)"
+    for form, remedy in (("ddp", ours), ("zero1", ours), ("fsdp", torchs)):
+        made = build(form, tmp_path, {}, language_model())
+        made.optimizer = torch.optim.SGD(made.model.parameters())
+        with pytest.raises(ValueError, match=rf"Trainer made its optimizer, SGD, before the model .*: .*{remedy}"):
+            made.wrapped_model()
+        assert made.model_wrapped is made.model and not isinstance(made.model, FSDPModule)
+
+
 def test_labels_are_shifted_for_causal_models_alone(tmp_path: Path) -> None:
     options = {"label_smoothing_factor": 0.1}
     causal, other = language_model(), transformers.BertForMaskedLM(transformers.BertConfig(**SMALL_BERT))
