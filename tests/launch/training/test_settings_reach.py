@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from tiny_run import tiny_config, tiny_document
 from torch import Tensor, nn
 
@@ -224,6 +225,20 @@ def test_numbers_of_parameters_are_those_of_whole_ones(tmp_path: Path):
     for parallel, mesh in (("zero1", {"tp": 2}), ("fsdp", {"tp": 2}), ("fsdp", {})):
         config = tiny_config(tmp_path, parallel=parallel, mesh=mesh, model=model)
         assert simulate(lambda given=config: sum(each.numel for each in wrapped(given).parameters), 2) == [whole] * 2
+
+
+@pytest.mark.parametrize("parallel", ["zero1", "fsdp"])
+def test_a_failure_closes_groups_with_tensor_parallel_and_with_data_parallel_ranks(tmp_path: Path, parallel: str):
+    """So that a rank in a collective of either kind does not wait for one that has failed."""
+    config = tiny_config(tmp_path, parallel=parallel, mesh={"tp": 2})
+
+    def closed() -> list[list[int]]:
+        groups = [group for grid in wrapped(config).failures.grids for group in grid[:3] if group is not None]
+        return [dist.get_process_group_ranks(group) for group in groups]
+
+    for rank, groups in enumerate(simulate(closed, 4)):
+        assert [rank % 2, rank % 2 + 2] in groups
+        assert any({rank, rank ^ 1} <= {*group} for group in groups), "the rank with the other parts of matrices"
 
 
 def test_whole_weights_have_the_dtype_of_computation_and_buffers(tmp_path: Path):
