@@ -91,6 +91,32 @@ def test_what_cannot_be_cut_is_refused(tmp_path: Path, sections: dict[str, Any],
         tiny_config(tmp_path, **sections)
 
 
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"mesh": {"pp": 2}, "train": {"num_microbatches": 5, "global_batch_size": 20, "compile": True}},
+        {"mesh": {"cp": 2, "cp_attention": "ring"}, "train": {"recompute": "blocks"}},
+        {
+            "mesh": {"cp": 2, "cp_attention": "ring"},
+            "data": {"documents": "pad", "end_of_document": 10, "order": "epochs"},
+        },
+        {"mesh": {"cp": 2}, "train": {"compile": True}, "data": {"documents": "mask", "end_of_document": 10}},
+        {"mesh": {"cp": 2}, "model": {"dropout": 0.1}},
+        {"mesh": {"cp": 8, "cp_attention": "ring"}, "train": {"sequence_length": 32}},
+        {"mesh": {"tp": 2, "pp": 2}, "parallel": "zero1", "model": {"tie_embeddings": True}},
+        {"parallel": "fsdp", "mesh": {"pp": 2}},
+        {"parallel": "fsdp", "model": {"tie_embeddings": True}},
+        {"mesh": {"ep": 2}, "model": EXPERTS | {"single_grouped_weight": True, "dropout": 0.1}},
+        {"model": EXPERTS | {"single_grouped_weight": False, "delay_wgrad_layers": 2}},
+        {"optimizer": {"name": "muon"}, "mesh": {"cp": 2}},
+    ],
+    ids=str,
+)
+def test_what_goes_with_a_mesh_is_not_refused(tmp_path: Path, sections: dict[str, Any]):
+    """Of conditions that are for one kind of mesh, each other kind is free."""
+    assert isinstance(tiny_config(tmp_path, **sections), Config)
+
+
 @pytest.mark.parametrize("words", [2, 4])  # of four, two ranks have two each
 def test_each_rank_has_a_word(words: int):
     sizes = {"num_heads": 3, "num_kv_heads": 3, "dim": 12, "ffn_dim": 3}

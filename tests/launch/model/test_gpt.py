@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from maingrad.ddp import DistributedDataParallel
+from maingrad.launch.config.mesh import Stage
 from maingrad.launch.config.run import ModelConfig
 from maingrad.launch.model.gpt import GPT, Attention, build_model, rotary_tables, rotate
 from maingrad.te_integration import Embedding, Float8CurrentScaling, Linear, autocast
@@ -29,6 +30,22 @@ def config(**changes: Any) -> ModelConfig:
 
 def tokens(*shape: int) -> Tensor:
     return torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_what_a_stage_has(tied: bool):
+    """Its blocks, and the ends of the model; both copies of a tied embedding are known as such."""
+    ends = ("embedding", "norm", "head")
+
+    def parts(index: int, count: int) -> tuple[list[str], list[str], bool]:
+        model = GPT(config(num_layers=4, tie_embeddings=tied), torch.device("meta"), Stage(index, count))
+        marked = getattr(getattr(model.embedding, "weight", None), "shared_embedding", False)
+        return [name for name, _ in model.blocks.named_children()], [e for e in ends if getattr(model, e)], marked
+
+    assert parts(0, 1) == (["0", "1", "2", "3"], [*ends], False)
+    assert parts(0, 3) == (["0", "1"], ["embedding"], tied)
+    assert parts(1, 3) == (["2"], [], False)
+    assert parts(2, 3) == (["3"], ["embedding"] * tied + ["norm", "head"], tied)
 
 
 def test_shapes_and_loss():

@@ -14,7 +14,7 @@ from tiny_run import tiny_toml
 
 from maingrad.launch.cli import main
 from maingrad.launch.config.error import ConfigError
-from maingrad.launch.model.hugging_face_folder import _check_no_code, check_weight_files
+from maingrad.launch.model.hugging_face_folder import _check_no_code, check_weight_files, stays_inside
 
 transformers = pytest.importorskip("transformers")
 
@@ -210,12 +210,30 @@ def test_a_snapshot_of_the_cache_keeps_its_files(tmp_path: Path) -> None:
 
 
 def test_a_list_of_weights_names_files_of_its_folder(tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../other/model.safetensors"}}')
+    files = {str(number): f"model-{number}.safetensors" for number in range(20)}
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": files | {"x": "../other/model.safetensors"}}))
     with pytest.raises(ConfigError, match="has no safetensors"):
         check_weight_files(tmp_path)
     (tmp_path / "model-1.safetensors").touch()
     with pytest.raises(ConfigError, match="which is no file of its folder"):
         check_weight_files(tmp_path)
+    index.write_text(json.dumps({"weight_map": files}))
+    check_weight_files(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("folder", "inside"),
+    [("models--a--b/snapshots/01", True), ("own/snapshots/01", False), ("models--a--b/other/01", False)],
+)
+def test_links_to_blobs_are_a_caches_alone(folder: str, inside: bool, tmp_path: Path) -> None:
+    source = tmp_path / folder
+    blobs = source.parents[1] / "blobs"
+    for each in (source, blobs):
+        each.mkdir(parents=True)
+    (blobs / "ab").write_text("{}")
+    (source / "tokenizer.json").symlink_to("../../blobs/ab")
+    assert stays_inside(source / "tokenizer.json") is inside
 
 
 @pytest.mark.in_turn

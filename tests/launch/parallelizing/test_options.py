@@ -62,6 +62,8 @@ def test_members_without_a_forward_or_parameters_are_no_units():
     net.inner = nn.ModuleList([nn.ModuleList([Block()]), nn.Tanh(), Block()])
     net.empty, net.named = nn.ModuleDict(), nn.ModuleDict({"a": Block(), "1": Block()})
     assert names(net, default_units(net)) == ["blocks.0", "blocks.1", "inner.2"]
+    net.named = nn.ModuleDict({"1": Block(), "5": Block()})
+    assert names(net, default_units(net)) == ["blocks.0", "blocks.1", "inner.2", "named.1", "named.5"], "by numbers"
 
 
 def test_an_empty_list_hides_no_sequence():

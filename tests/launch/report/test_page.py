@@ -12,8 +12,10 @@ from tiny_run import tiny_config
 
 from maingrad.launch.cli import main
 from maingrad.launch.plan.plan import plan_run
+from maingrad.launch.report.overlap import overlap_lines
 from maingrad.launch.report.page import write_page
 from maingrad.launch.report.run_folder import read_runs
+from maingrad.launch.report.side_by_side import differing, side_by_side
 from maingrad.launch.simulation.simulate import simulate
 from maingrad.launch.training.metrics import read_metrics
 from maingrad.launch.training.train import train
@@ -337,5 +339,13 @@ def test_the_command(two_ranks: Path, tmp_path: Path, capsys: pytest.CaptureFixt
         str(run / name) for name in ("report.html", "loss.png", "overlap.png", "overlap.json")
     ]
     assert ReadPage(run / "report.html").states == {"one": "finished after step 6"}
+    lines = overlap_lines(read_runs([run])[0].timeline or {})
+    assert lines and set(lines) <= set(out), "how much of what was sent was hidden"
     assert main(["report", str(run), "--peak-tflops", "-1"]) == 2
     assert "--peak-tflops -1.0: must be positive" in capsys.readouterr().err
+
+
+def test_what_differs_between_any_two_runs_does_not_tell_them_apart() -> None:
+    one = {"command": "a", "folder": "x", "executable": "p", "train.out_dir": "m", "train.seed": "0", "torch": "2"}
+    other = one | {key: "other" for key in one if key != "torch"} | {"data.order": "epochs"}
+    assert differing(side_by_side([one, other])) == {"train.seed": ["0", "other"], "data.order": ["none", "epochs"]}

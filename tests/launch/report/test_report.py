@@ -130,8 +130,9 @@ def test_the_page_lies_where_it_is_to_lie(
 
 def test_tables_of_measurements_have_all_columns(tmp_path: Path) -> None:
     """Of dataclasses and dicts, some of which lack some; lines end alike on every system."""
-    write_csv(tmp_path / "new" / "table.csv", [{"a": 1, "b": "x,y"}, Row(2, 3.5), {"c": 4}])
-    assert (tmp_path / "new" / "table.csv").read_bytes() == b'a,b,c\n1,"x,y",nan\n2,nan,3.5\nnan,nan,4\n'
+    table = tmp_path / "new" / "folder" / "table.csv"
+    write_csv(table, [{"a": 1, "b": "x,y"}, Row(2, 3.5), {"c": 4}])
+    assert table.read_bytes() == b'a,b,c\n1,"x,y",nan\n2,nan,3.5\nnan,nan,4\n'
 
 
 @pytest.mark.slow

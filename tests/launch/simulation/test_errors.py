@@ -1,6 +1,7 @@
 """Errors on simulated ranks are reported at once: mismatches, deadlocks, exceptions."""
 
 import contextlib
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -113,6 +114,14 @@ def test_deadlock_says_who_waits_for_what():
 
     with pytest.raises(SimulatedDeadlockError) as caught:
         simulate(fn, 3)
+    assert gc.isenabled(), "the message is made without the garbage collector"
+    gc.disable()
+    try:
+        with pytest.raises(SimulatedDeadlockError):
+            simulate(fn, 3)
+        assert not gc.isenabled(), "who has turned it off wants it off"
+    finally:
+        gc.enable()
     lines = str(caught.value).splitlines()
     assert lines[0] == "simulated ranks are deadlocked: no rank can go on"
     for rank, waits_for in (
@@ -187,6 +196,8 @@ def test_waiting_for_a_finished_rank_is_reported_while_others_still_run(starts: 
     with pytest.raises(SimulatedDeadlockError, match="rank 1 waits for a rank that has finished") as caught:
         simulate(fn, 3, order=lambda runnable: next(sequence))
     assert "missing ranks: 0 (finished), 2; at" in str(caught.value)
+    lines = str(caught.value).splitlines()[1:]
+    assert [line.strip() for line in (lines[0], lines[2])] == ["rank 0 has finished", "rank 2 has not started"]
 
 
 def test_two_sends_that_wait_for_each_other():

@@ -73,6 +73,8 @@ def test_the_schedule_replays_from_its_seed():
         assert sorted(rank for rank, event in schedule if event == "finish") == [0, 1, 2, 3]
         launches = [rank for rank, event in schedule if event.startswith("launch barrier")]
         assert all(sorted(launches[i : i + 4]) == [0, 1, 2, 3] for i in range(0, 20, 4))
+        waits = [event for _, event in schedule if event.startswith("wait barrier")]
+        assert 0 < len(waits) <= 15, "who comes last to a barrier waits for nobody"
 
 
 def test_order_decides_and_is_checked():

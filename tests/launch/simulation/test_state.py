@@ -63,17 +63,19 @@ def test_random_state_is_each_ranks_own(seed: int):
 
 @pytest.mark.parametrize("generator", [np.random.MT19937, np.random.PCG64])
 def test_a_normal_number_that_lies_ready_is_its_ranks_own(generator: Any):
-    """numpy draws two at once: every second one moves nothing in the generator's memory."""
+    """numpy draws two at once: every second one moves nothing in the generator's memory. And numbers that it draws one
+    by one, from any generator."""
+    kinds = ("randn", "randn", "rand", "rand", "randn", "rand")
     expected = []
     for rank in range(3):
         drawn = np.random.RandomState(generator(rank))
-        expected.append([drawn.randn() for _ in range(6)])
+        expected.append([getattr(drawn, kind)() for kind in kinds])
 
     def fn() -> list[float]:
         np.random.set_state(np.random.RandomState(generator(dist.get_rank())).get_state(legacy=False))
         drawn = []
-        for _ in range(6):
-            drawn.append(np.random.randn())
+        for kind in kinds:
+            drawn.append(getattr(np.random, kind)())
             dist.barrier()
         return drawn
 
@@ -95,6 +97,7 @@ def test_ranks_start_from_the_callers_random_state_and_the_caller_gets_it_back()
         return draw()
 
     assert simulate(fn, 3) == [expected] * 3
+    assert simulate(draw, 3) == [expected] * 3, "a rank that begins when another one has drawn"
     assert draw() == expected
     seed_all(7)
     with pytest.raises(SimulatedRankError):
@@ -117,6 +120,11 @@ def test_dtype_modes_and_context_are_each_ranks_own():
     dtypes = (torch.float64, torch.float16, torch.bfloat16)
     assert results == [(False, True, torch.float16, dtypes[rank], rank == 1) for rank in range(3)]
     assert torch.get_default_dtype() is torch.float32
+    torch.set_autocast_enabled("cuda", True)  # torch.autocast itself wants a GPU
+    try:
+        assert simulate(lambda: torch.is_autocast_enabled("cuda"), 2) == [True, True]
+    finally:
+        torch.set_autocast_enabled("cuda", False)
     with torch.inference_mode(), torch.device("meta"):
         assert simulate(lambda: torch.ones(1, device="cpu").is_inference(), 2) == [True, True]
     try:

@@ -22,10 +22,11 @@ from maingrad.launch import simulate
 from maingrad.launch.config.file import config_to_dict
 from maingrad.launch.config.run import Config, ConfigError
 from maingrad.launch.data.batches import load_corpus
-from maingrad.launch.training import run_state
+from maingrad.launch.training import pipelined, run_state
 from maingrad.launch.training import train as loop
 from maingrad.launch.training.loading import validation_batch
 from maingrad.launch.training.metrics import MetricsWriter, read_metrics
+from maingrad.launch.training.pipelined import PipelinedTrainer
 from maingrad.launch.training.run_state import (
     RunSaver,
     _check_no_link,
@@ -36,6 +37,7 @@ from maingrad.launch.training.run_state import (
 from maingrad.launch.training.signals import StopRequest
 from maingrad.launch.training.train import Trainer, train
 from maingrad.launch.training.watching.trackers import Tracker
+from maingrad.te_integration.recipes import recipe_named
 
 SMALL = {"num_layers": 1}
 
@@ -139,6 +141,37 @@ def test_a_batch_without_a_target_is_a_step(tmp_path: Path):
     heard: Any = Heard()
     trainer = Trainer(config, loop.current_runtime("cpu", config.mesh), MetricsWriter(None), StopRequest(), heard)
     assert trainer._step(0).item() == 0.0
+
+
+@pytest.mark.parametrize("named", [None, "float8_block", "mxfp8"])
+def test_a_forward_is_under_the_recipe_of_the_run_and_sees_where_documents_begin(
+    named: str | None, monkeypatch: pytest.MonkeyPatch
+):
+    """Of a stage too: its schedule runs all microbatches under the recipe."""
+    under, seen = list[Any](), list[Any]()
+    recipe: Any = None if named is None else recipe_named(named)
+
+    def entered(enabled: bool, recipe: Any) -> Any:
+        under.append((enabled, recipe))
+        return nullcontext()
+
+    for module in (loop, pipelined):
+        monkeypatch.setattr(module, "autocast", entered)
+
+    def model(*given: Any) -> Tensor:
+        seen.append(given)
+        return torch.ones(())
+
+    one, two, three = (torch.full((1, 1, 2), value) for value in (1, 2, 3))
+    trainer: Any = SimpleNamespace(recipe=recipe, model=model)
+    for given in ((one, two), (one, two, three)):
+        assert Trainer._loss(trainer, *given) == 1.0
+        assert len(seen[-1]) == len(given) and all(got is each for got, each in zip(seen[-1], given, strict=True))
+    trainer.runtime = SimpleNamespace(stage=SimpleNamespace(is_first=True), device="cpu", mesh=SimpleNamespace(pp=2))
+    trainer.wrapped = SimpleNamespace(failures=None)
+    trainer._schedule = SimpleNamespace(step=lambda *tokens, losses, **how: losses.append(torch.full((), 3.0)))
+    assert PipelinedTrainer._run_microbatches(trainer, one, two, torch.ones(1), None) == 6.0
+    assert under == [(recipe is not None, recipe)] * 3
 
 
 def test_a_failure_of_the_loops_own_sums_would_be_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -410,9 +443,9 @@ def test_a_run_that_saves_nothing_may_begin_beside_checkpoints(tmp_path: Path):
 
 
 def test_what_is_resolved_names_the_number_of_ranks(tmp_path: Path):
-    config = config_of(tmp_path)
-    write_resolved(config, 3)
-    assert '"world_size": 3' in (tmp_path / "run" / "resolved_config.json").read_text()
+    folder = tmp_path / "a" / "new" / "folder"
+    write_resolved(config_of(tmp_path, train={"out_dir": str(folder)}), 3)
+    assert '"world_size": 3' in (folder / "resolved_config.json").read_text()
 
 
 def test_a_checkpoint_of_before_validations_were_noted_was_validated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

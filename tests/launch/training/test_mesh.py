@@ -1,6 +1,7 @@
 """``[mesh]``: ranks that compute one sample together train what one rank trains."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ from torch import nn
 
 from maingrad.launch import simulate
 from maingrad.launch.config.run import Config
+from maingrad.launch.simulation.simulate import SimulatedRankError
+from maingrad.launch.training import train as loop
 from maingrad.launch.training.metrics import read_metrics
 from maingrad.launch.training.train import Trainer, train
 
@@ -39,6 +42,23 @@ def assert_copies_are_equal(model: nn.Module, other: nn.Module) -> None:
         own, others = param.detach(), of_other.detach()  # of a sharded parameter the shards
         is_empty = own.numel() == others.numel() == 0
         assert torch.equal(own, others) is (name.endswith("norm.weight") or is_empty), name
+
+
+def test_tokens_that_travel_by_kernels_need_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    experts = {"num_experts": 4, "top_k": 2, "expert_ffn_dim": 8}
+    config = tiny_config(tmp_path, mesh={"ep": 2, "transport": "symmetric"}, model=experts)
+    with pytest.raises(SimulatedRankError, match=r"mesh\.transport = 'symmetric': needs GPUs, .* set \"all_to_all\""):
+        simulate(train, 2, config)
+    assert not (tmp_path / "run").exists(), "before anything is written"
+
+    def goes_on(path: Path | None) -> None:
+        raise FileExistsError(path)
+
+    on_gpus = SimpleNamespace(device=torch.device("cuda"), is_main=True)
+    monkeypatch.setattr(loop, "current_runtime", lambda device, mesh: on_gpus)
+    monkeypatch.setattr(loop, "MetricsWriter", goes_on)
+    with pytest.raises(FileExistsError, match=r"metrics\.jsonl"):
+        train(config)
 
 
 @pytest.fixture(scope="module", params=["join", "mask", "pad"])

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from tiny_run import tiny_config, tiny_document
 from torch import Tensor, nn
 
@@ -13,9 +14,14 @@ from maingrad.launch.config.file import structure
 from maingrad.launch.config.run import Config
 from maingrad.launch.model import gpt
 from maingrad.launch.model.hugging_face import HuggingFaceModel
+from maingrad.launch.training import train as loop
 from maingrad.launch.training import wrapping
 from maingrad.launch.training.loading import load_model
+from maingrad.launch.training.metrics import MetricsWriter
 from maingrad.launch.training.runtime import current_runtime
+from maingrad.launch.training.signals import StopRequest
+from maingrad.launch.training.train import Trainer
+from maingrad.launch.training.watching.progress import Display
 from maingrad.launch.training.wrapping import Wrapped
 
 transformers = pytest.importorskip("transformers")
@@ -110,6 +116,18 @@ def test_a_model_of_hugging_face_knows_of_padding_where_rows_have_some(tmp_path:
         assert isinstance(model, HuggingFaceModel) and model.pads is (documents == "pad")
 
 
+def test_a_model_of_hugging_face_is_asked_about_documents_where_attention_is_to_know_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    asked: list[Any] = []
+    monkeypatch.setattr(loop, "check_documents", lambda model, device: asked.append((model, device.type)))
+    for documents in ("join", "mask"):
+        config = of_hugging_face(tmp_path, data={"documents": documents})
+        runtime, display = current_runtime("cpu", config.mesh), Display(is_main=False)
+        made = Trainer(config, runtime, MetricsWriter(None), StopRequest(), display)
+        assert asked == ([(made.module, "cpu")] if documents == "mask" else [])
+
+
 # ---- Wrapped or sharded. ----
 
 
@@ -159,12 +177,18 @@ def test_compact_state_has_the_moments_that_were_asked_for(
 def test_a_step_is_captured_as_the_run_says(tmp_path: Path, parallel: str, monkeypatch: pytest.MonkeyPatch):
     """ "auto": where that is right. The norm of shards is a result of the graph, and the optimizer's from then on."""
     made = wrapped(tiny_config(tmp_path, parallel=parallel))
-    captured: list[Any] = []
+    captured, results = list[Any](), list[Any]()
 
     def capture(kind: str) -> Any:
         def graph(step: Any, model: Any, optimizer: Any) -> Any:
             captured.append((kind, model is made.model, optimizer is made.optimizer))
-            return step
+
+            def replayed(*args: Tensor) -> Any:
+                results.append(step(*args))
+                made.optimizer.grad_norm = None  # a replay runs no Python
+                return results[-1]
+
+            return replayed
 
         return graph
 
@@ -180,7 +204,8 @@ def test_a_step_is_captured_as_the_run_says(tmp_path: Path, parallel: str, monke
     for how in ("auto", True):
         run = made.graphed(iteration, how)  # type: ignore[arg-type]
         made.optimizer.grad_norm = None
-        assert run is not None and run(torch.ones(())) == 2.0 and made.optimizer.grad_norm == 3.0
+        assert run is not None and run(torch.ones(())) == 2.0
+        assert results[-1][1] == made.optimizer.grad_norm == (3.0 if parallel == "fsdp" else None)
     assert captured == [("auto", True, True), (parallel, True, True)]
 
 
@@ -200,6 +225,20 @@ def test_numbers_of_parameters_are_those_of_whole_ones(tmp_path: Path):
     for parallel, mesh in (("zero1", {"tp": 2}), ("fsdp", {"tp": 2}), ("fsdp", {})):
         config = tiny_config(tmp_path, parallel=parallel, mesh=mesh, model=model)
         assert simulate(lambda given=config: sum(each.numel for each in wrapped(given).parameters), 2) == [whole] * 2
+
+
+@pytest.mark.parametrize("parallel", ["zero1", "fsdp"])
+def test_a_failure_closes_groups_with_tensor_parallel_and_with_data_parallel_ranks(tmp_path: Path, parallel: str):
+    """So that a rank in a collective of either kind does not wait for one that has failed."""
+    config = tiny_config(tmp_path, parallel=parallel, mesh={"tp": 2})
+
+    def closed() -> list[list[int]]:
+        groups = [group for grid in wrapped(config).failures.grids for group in grid[:3] if group is not None]
+        return [dist.get_process_group_ranks(group) for group in groups]
+
+    for rank, groups in enumerate(simulate(closed, 4)):
+        assert [rank % 2, rank % 2 + 2] in groups
+        assert any({rank, rank ^ 1} <= {*group} for group in groups), "the rank with the other parts of matrices"
 
 
 def test_whole_weights_have_the_dtype_of_computation_and_buffers(tmp_path: Path):

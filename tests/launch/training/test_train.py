@@ -175,6 +175,8 @@ def test_records_are_json_and_lines(tmp_path: Path):
     added: list[Any] = []
     tracker: Any = types.SimpleNamespace(add=lambda *record: added.append(record), close=lambda: added.append("closed"))
     MetricsWriter(None).write("step", step=1)
+    MetricsWriter(tmp_path / "a" / "new" / "metrics.jsonl").write("step", step=1)
+    assert len(read_metrics(tmp_path / "a" / "new" / "metrics.jsonl")) == 1
     writer = MetricsWriter(tmp_path / "new" / "metrics.jsonl")
     writer.trackers = [tracker, tracker]
     writer.write("step", step=1, loss=math.nan, lr=-math.inf, of=[math.inf, 1.0])

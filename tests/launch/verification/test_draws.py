@@ -14,7 +14,7 @@ from maingrad.launch.verification.program import set_seed
 X = torch.arange(6.0).view(2, 3)
 
 
-@pytest.mark.sampled(19)
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize(
     ("draw", "mean"),
     [
@@ -24,6 +24,7 @@ X = torch.arange(6.0).view(2, 3)
         (lambda: torch.bernoulli(torch.full((2,), 0.25)), torch.full((2,), 0.25)),
         (lambda: torch.empty(2).bernoulli_(torch.tensor([0.25, 1.0])), torch.tensor([0.25, 1.0])),
         (lambda: torch.empty(2, dtype=torch.bool).bernoulli_(0.75), torch.tensor([True, True])),
+        (lambda: torch.empty(2, dtype=torch.bool).bernoulli_(0.25), torch.tensor([False, False])),
         (lambda: torch.rand(2), torch.full((2,), 0.5)),
         (lambda: torch.rand_like(X), torch.full((2, 3), 0.5)),
         (lambda: torch.empty(2).uniform_(1, 4), torch.full((2,), 2.5)),

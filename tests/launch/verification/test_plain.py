@@ -143,6 +143,9 @@ def test_each_rank_runs_its_microbatches_in_turn_on_one_copy() -> None:
     assert [float(each.buffers["calls"]) for each in found] == [1.0, 2.0, 1.0, 2.0]
     alone = run_parts(counting, parts, in_one_process=True)
     assert [float(each.grads["bias"]) for each in alone] == [1.0, 2.0, 1.0, 2.0], "every rank's parts are rank 0's"
+    seen: list[float] = []
+    run_parts(counting, parts, lambda model: model.bias.register_hook(lambda grad: seen.append(float(grad))))
+    assert sorted(seen) == [0.5, 1.0, 1.0, 2.0], "hooks see shares, as in training"
     assert len({part.draw for part in parts}) == 4 and str(parts[2]) == "rank 1's microbatch 0"
 
 

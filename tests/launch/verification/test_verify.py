@@ -256,6 +256,16 @@ def test_marks_and_hooks_go_along() -> None:
     model[3].weight.register_post_accumulate_grad_hook(lambda param: calls.append("after"))
     assert verify(model, rows(), square, ways=("ddp",)).ok
     assert {"hook", "after"} <= set(calls)
+    weight: Any = model[0].weight
+    weight.allreduce, weight.sequence_parallel, weight.group = False, True, object()
+    weight.register_hook(lambda grad: calls.append("another hook"))
+    for kind in ("one after", "another after"):
+        weight.register_post_accumulate_grad_hook(lambda param, kind=kind: calls.append(kind))
+    copied: Any = Program(model, square, None, 0).make()[0].weight
+    assert (copied.allreduce, copied.sequence_parallel) == (False, True)
+    calls.clear()
+    copied.sum().backward()
+    assert calls == ["hook", "another hook", "one after", "another after"]
 
 
 def test_units_are_the_users() -> None:

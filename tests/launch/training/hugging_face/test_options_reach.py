@@ -192,6 +192,17 @@ def test_whole_parameters_take_any_optimizer() -> None:
             check_optimizer(cls, parallel, None, "optim")
 
 
+def test_an_optimizer_that_was_made_too_early_is_refused_with_the_one_to_make(tmp_path: Path) -> None:
+    """It would update nothing. The remedy is that of the form."""
+    ours, torchs = r"DistributedOptimizer\(self\.wrapped_model\(\)", r"the parameters of self\.wrapped_model\(\)"
+    for form, remedy in (("ddp", ours), ("zero1", ours), ("fsdp", torchs)):
+        made = build(form, tmp_path, {}, language_model())
+        made.optimizer = torch.optim.SGD(made.model.parameters())
+        with pytest.raises(ValueError, match=rf"Trainer made its optimizer, SGD, before the model .*: .*{remedy}"):
+            made.wrapped_model()
+        assert made.model_wrapped is made.model and not isinstance(made.model, FSDPModule)
+
+
 def test_labels_are_shifted_for_causal_models_alone(tmp_path: Path) -> None:
     options = {"label_smoothing_factor": 0.1}
     causal, other = language_model(), transformers.BertForMaskedLM(transformers.BertConfig(**SMALL_BERT))
@@ -350,6 +361,30 @@ def test_a_training_that_fails_frees_its_graphs(tmp_path: Path, monkeypatch: pyt
 # ---- Generation and saves. ----
 
 
+@pytest.mark.in_turn
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.sampled(1)
+def test_recomputed_layers_noise_on_embeddings_and_the_best_weights_at_the_end(form: str, tmp_path: Path) -> None:
+    """The rate grows until the model is worse: the best checkpoint is not the last one, and stays though one may."""
+    options = {"max_steps": 6, "learning_rate": 1.0, "lr_scheduler_type": "constant_with_warmup", "warmup_steps": 6}
+    options |= {"gradient_checkpointing": True, "neftune_noise_alpha": 5.0, "load_best_model_at_end": True}
+    options |= {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    found = []
+    for kind in ("plain", form):
+        with as_launched():
+            made = build(kind, tmp_path / kind, options | {"save_total_limit": 1}, language_model())
+            made.train()
+            at_the_end = made.evaluate()["eval_loss"]
+        logged = [each for each in made.state.log_history if "loss" in each or "eval_loss" in each]
+        best = min(each["eval_loss"] for each in logged if "eval_loss" in each)
+        assert at_the_end == pytest.approx(best, rel=1e-5) and "eval_loss" in logged[-1]
+        assert best < logged[-2]["eval_loss"], "of the last step"
+        kept = {path.name for path in (tmp_path / kind).glob("checkpoint-*")}
+        assert Path(made.state.best_model_checkpoint).name in kept
+        found.append([each[key] for each in logged for key in ("loss", "grad_norm", "eval_loss") if key in each])
+    assert found[1] == pytest.approx(found[0], rel=1e-3)
+
+
 def test_the_schedule_of_a_checkpoint_runs_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = build("ddp", tmp_path, {}, language_model())
     made.lr_scheduler = types.SimpleNamespace(load_state_dict=lambda state: None)
@@ -400,11 +435,13 @@ def test_a_model_is_pushed_where_a_program_saves_it_and_not_with_each_checkpoint
     made = build("ddp", tmp_path, {}, language_model())
     pushed: list[Any] = []
     made.push_to_hub = lambda **how: pushed.append(how)
+    made.args.hub_revision = "a branch"
     for internal, wanted in ((True, 0), (False, 1)):
         for push in (False, True):
             made.args.push_to_hub = push
             made.save_model(str(tmp_path / "saved"), _internal_call=internal)
         assert len(pushed) == wanted
+    assert pushed[0]["revision"] == "a branch"
 
 
 def test_updated_parameters_have_arrived_before_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

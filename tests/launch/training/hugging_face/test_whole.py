@@ -41,12 +41,15 @@ def test_a_part_that_is_saved_by_itself_is_whole(tmp_path: Path) -> None:
 def weights_after_a_save_that_failed(folder: Path) -> list[bool]:
     """Whether each is the sharded parameter of before."""
     with as_launched():
-        trainer = build("fsdp", folder, {}, language_model())
+        whole = language_model()
+        whole.model.embed_tokens.requires_grad_(False)
+        trainer = build("fsdp", folder, {}, whole)
         model: Any = trainer.wrapped_model()
         before = dict(model.named_parameters())
 
         def save(target: str, **options: Any) -> None:
             assert not isinstance(model.lm_head.weight, ShardedParameter)
+            assert model.lm_head.weight.requires_grad and not model.model.embed_tokens.weight.requires_grad
             raise OSError("no space left")
 
         model.save_pretrained = save
