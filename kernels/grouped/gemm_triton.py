@@ -207,7 +207,7 @@ def _grouped_gemm_kernel(
         acc = tl.zeros((BLOCK_M, BLOCK_F), tl.float32)
         if expert < E:
             _, _, _, first, step = weights
-            place = first + step * expert
+            place = expert if x_scale is not None else first + step * expert  # quantised weights are one packed tensor
             x = x_ptr, x_desc, stride_x, x_scale
             pointer = expert_pointer(weights, expert, ALIGNED)
             weight = pointer, weight_desc, stride_weight, weight_scale, place
