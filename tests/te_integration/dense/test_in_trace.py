@@ -5,8 +5,10 @@
 
 import contextlib
 import copy
+import gc
 import itertools
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -206,6 +208,9 @@ def test_what_a_graph_cannot_hold_is_a_break() -> None:
 
     x = inputs(0)
     assert breaks(layer, x) == 0
+    own_queue = Linear(K, N, delay_wgrad_compute=True, **FUSED)
+    delays = wrap(own_queue)
+    assert breaks(own_queue, x) == 0, "a module's own queue stays"
     with delayed_wgrad(queue):
         assert breaks(layer, x) == 1
         assert breaks(Linear(K, N, **FUSED), x) == 1, "without a provider what is delayed is checked in eager code"
@@ -221,6 +226,9 @@ def test_what_a_graph_cannot_hold_is_a_break() -> None:
         assert breaks(half, x.bfloat16()) == 1, "autograd delivers a quantised product"
         assert breaks(half.requires_grad_(False), x.bfloat16()) == 0
         assert breaks(layer, x) == 0, "fp32 is not quantised"
+        trained = Linear(K, N, dtype=torch.bfloat16, **FUSED)
+        with torch.no_grad():
+            assert breaks(trained, x.bfloat16()) == breaks(half.requires_grad_(), x.bfloat16()) == 0, "an evaluation"
     with traced() as broken, autocast():
         half(x.bfloat16())
     assert len(broken) == 1, "a block of the traced code itself"
@@ -229,7 +237,7 @@ def test_what_a_graph_cannot_hold_is_a_break() -> None:
         lookup = Embedding(V, K, max_norm=max_norm, **FUSED)
         kept = wrap(lookup)
         assert breaks(lookup, tokens(0)) == expected, max_norm
-    del ddp, kept
+    del ddp, kept, delays
 
 
 @pytest.mark.parametrize("recipe", RECIPES[:-1], ids=lambda recipe: type(recipe).__name__)
@@ -301,6 +309,7 @@ def test_beside_a_frozen_slice_the_others_are_fused(mode: Any) -> None:
     ddp.finish_grad_sync()
     assert {record.name: record.num_fused_writes for record in ddp.records}["key_weight"] == 1
     torch.testing.assert_close(layer.key_weight.main_grad, inputs(0).detach().view(-1, K).sum(0).expand(16, K))
+    assert layer.query_weight.grad is None
 
 
 def test_a_frozen_weight_that_is_stored_transposed() -> None:
@@ -313,3 +322,101 @@ def test_a_frozen_weight_that_is_stored_transposed() -> None:
     torch.testing.assert_close(found, expected)
     grads = (torch.autograd.grad(y.square().sum(), operands) for y in (found, expected))
     torch.testing.assert_close(*grads)
+
+
+OF_ONE_WEIGHT: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], Tensor]]] = {
+    "linear": (lambda: Linear(K, N, **FUSED), lambda model: model(inputs(0)).square().sum()),
+    "embedding": (lambda: Embedding(V, K, **FUSED), lambda model: model(tokens(0)).square().sum()),
+    "head": (lambda: LinearCrossEntropy(K, V), lambda model: model(inputs(0), tokens(0)[:, :5])),
+    "head in forward": (
+        lambda: LinearCrossEntropy(K, V, mode="in_forward"),
+        lambda model: model(inputs(0), tokens(0)[:, :5]),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", OF_ONE_WEIGHT)
+@pytest.mark.parametrize("how", ["a hook", "unfused", "no provider", "another weight"])
+@pytest.mark.sampled(16)
+def test_gradients_that_are_not_ours_are_autograds(kind: str, how: str) -> None:
+    """A hook sees the gradient of its weight, and a tensor in a weight's place gets its own."""
+    make, loss = OF_ONE_WEIGHT[kind]
+    found = []
+    for mode in (contextlib.nullcontext, traced):
+        torch.manual_seed(0)
+        model: Any = make()
+        if how in ("unfused", "no provider"):
+            model.fuse_wgrad_accumulation = False
+        ddp = wrap(model) if how != "no provider" else None
+        source = model.weight.detach().clone().requires_grad_()
+        other = 2 * source
+        if how == "a hook":
+            model.weight.register_hook(lambda grad: 3 * grad)
+        by_other = partial(torch.func.functional_call, model, {"weight": other})
+        call = (lambda *args, by=by_other: by(args)) if how == "another weight" else model
+        with mode():
+            computed = loss(call)
+        computed.backward()
+        if ddp is not None:
+            ddp.finish_grad_sync()
+        grad = source.grad if how == "another weight" else model.weight.grad if ddp is None else model.weight.main_grad
+        assert grad is not None and grad.any()
+        assert how != "another weight" or not model.weight.main_grad.any()
+        found.append([computed.detach(), grad.clone()])
+    for eager, inside in zip(*found, strict=True):
+        torch.testing.assert_close(inside, eager)
+
+
+@pytest.mark.parametrize("name", ["query_weight", "key_weight"])
+def test_a_hook_that_comes_after_the_compiled_forward_is_named(name: str) -> None:
+    """Any slice of a weight may have it."""
+    layer: Any = LAYERS["split"]()
+    kept = wrap(layer)
+    with traced():
+        output = layer(inputs(0))
+    layer.get_parameter(name).register_hook(lambda grad: grad)
+    with pytest.raises(RuntimeError, match=rf"{name}: the weight got a hook .*after the layer was compiled"):
+        output.sum().backward()
+    del kept
+
+
+@pytest.mark.parametrize("kind", ["linear", "head", "head in forward"])
+def test_a_compiled_backward_asks_for_its_module(kind: str) -> None:
+    """It keeps none alive, and does not differentiate its own operators."""
+    make, loss = OF_ONE_WEIGHT[kind]
+    for created, error in ((True, r"backward\(create_graph=True\)"), (False, "a module was freed between")):
+        model: Any = make()
+        ddp = wrap(model)
+        with traced():
+            computed = loss(model)
+        if not created:
+            del model, ddp
+            gc.collect()
+        with pytest.raises(RuntimeError, match=error):
+            computed.backward(create_graph=created)
+
+
+@pytest.mark.parametrize("layer", ["linear", "mlp"])
+def test_without_tokens_there_is_nothing_to_quantise(layer: str) -> None:
+    def run(model: nn.Module, microbatch: int) -> Tensor:
+        output: Tensor = model(inputs(microbatch, torch.bfloat16)[:, : 5 * microbatch])
+        return output
+
+    with autocast(recipe=MXFP8BlockScaling()):
+        assert_alike(lambda: LAYERS[layer]().bfloat16(), run, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_compiler_is_told_the_shapes_of_a_head_that_writes_in_forward(dtype: torch.dtype) -> None:
+    targets, options = torch.arange(5), (-100, 0.1, 0.01, None, 1.0, 4)
+    head = LinearCrossEntropy(K, V, bias=True, mode="in_forward", dtype=dtype)
+    kept = wrap(head)
+    announced = torch.ones((), dtype=torch.promote_types(dtype, torch.float32))
+    operands = [announced, torch.ones(5, K, dtype=dtype), head.weight, targets, head.bias]
+    for needs in itertools.product((False, True), repeat=2):
+        found, told = (
+            each(operands, head._wgrad_key, *options, *needs)
+            for each in (compiled_head._in_forward, compiled_head._fake_in_forward)
+        )
+        assert forms_of(found) == forms_of(told)
+        kept.zero_grad()
