@@ -67,6 +67,7 @@ def over_ranks(sequence_dim: int | None, shares: bool) -> list[Tensor]:
 @pytest.mark.parametrize(
     ("sequence_dim", "shares"), [*itertools.product((None, 0, 1), (False,)), (None, True)], ids=str
 )
+@pytest.mark.sampled(8)
 def test_products_are_those_of_one_process(
     sequence_dim: int | None, shares: bool, traced: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
