@@ -16,6 +16,7 @@ import pytest
 import torch
 from loops import wrap
 from torch import Tensor, nn
+from traced_forms import traced
 
 from maingrad.te_integration import (
     Embedding,
@@ -30,10 +31,11 @@ from maingrad.te_integration import (
     WgradQueue,
     autocast,
     delayed_wgrad,
+    linear_cross_entropy,
     recipes,
 )
-from maingrad.te_integration.dense import compiled_linear, compiled_wgrad, embedding
-from maingrad.te_integration.head import compiled_head, linear_cross_entropy
+from maingrad.te_integration.dense import compiled_linear, compiled_wgrad
+from maingrad.te_integration.head import compiled_head
 
 K, N, V = 32, 48, 33
 FUSED: dict[str, Any] = {"fuse_wgrad_accumulation": True}
@@ -48,23 +50,6 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "mlp": lambda: LayerNormMLP(K, N, activation="swiglu", **FUSED),
 }
 RECIPES = [Float8CurrentScaling(), Float8BlockScaling(), MXFP8BlockScaling(), NVFP4BlockScaling(), None]
-
-
-@contextlib.contextmanager
-def traced() -> Iterator[list[Any]]:
-    """In this block modules run what a compiler would trace. Yields what was run in graph breaks."""
-    broken: list[Any] = []
-
-    def run_outside(forward: Any, *args: Any) -> Any:
-        broken.append(forward)
-        with patch("torch.compiler.is_compiling", lambda: False):
-            return forward(*args)
-
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(patch("torch.compiler.is_compiling", lambda: True))
-        for module in (compiled_linear, embedding, linear_cross_entropy):
-            stack.enter_context(patch.object(module, "run_outside_graph", run_outside))
-        yield broken
 
 
 def assert_alike(make: Callable[[], nn.Module], run: Callable[[nn.Module, int], Tensor], writes: int | None) -> None:
@@ -381,6 +366,7 @@ def test_a_hook_that_comes_after_the_compiled_forward_is_named(name: str) -> Non
 
 
 @pytest.mark.parametrize("kind", ["linear", "head", "head in forward"])
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
 def test_a_compiled_backward_asks_for_its_module(kind: str) -> None:
     """It keeps none alive, and does not differentiate its own operators."""
     make, loss = OF_ONE_WEIGHT[kind]
@@ -420,3 +406,61 @@ def test_a_compiler_is_told_the_shapes_of_a_head_that_writes_in_forward(dtype: t
         )
         assert forms_of(found) == forms_of(told)
         kept.zero_grad()
+
+
+class ByFunction(nn.Module):
+    """A tied weight: the loss is a function's."""
+
+    def __init__(self, mode: Any) -> None:
+        super().__init__()
+        self.table, self.bias, self.mode = nn.Embedding(V, K), nn.Parameter(torch.linspace(-1, 1, V)), mode
+
+    def forward(self, hidden: Tensor, targets: Tensor, **more: Any) -> Tensor:
+        options = {"bias": self.bias, "mode": self.mode, "chunk_tokens": 4, "logit_scale": 0.5, "ignore_index": 7}
+        return linear_cross_entropy(hidden, self.table.weight, targets, **options, **more)
+
+
+@pytest.mark.parametrize("mode", ["recompute", "in_forward"])
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("frozen", ["", "hidden", "weight", "bias"])
+@pytest.mark.sampled(16)
+def test_the_function_of_a_weight(mode: Any, wrapped: bool, frozen: str) -> None:
+    """With a ``main_grad`` the weight is the provider's, which is a break."""
+    found = []
+    for how in (contextlib.nullcontext, traced):
+        torch.manual_seed(0)
+        model = ByFunction(mode)
+        model.table.weight.requires_grad_(frozen != "weight")
+        model.bias.requires_grad_(frozen != "bias")
+        ddp = wrap(model) if wrapped else None
+        hidden, targets = inputs(0).detach().requires_grad_(frozen != "hidden"), tokens(0)[:, :5].clone()
+        targets[0] = 7
+        with how() as broken:
+            loss = model(hidden, targets, num_tokens=9)
+        assert len(broken or ()) == (how is traced and wrapped and frozen != "weight")
+        loss.backward()
+        if ddp is not None:
+            ddp.finish_grad_sync()
+            ddp.expose_grads()
+        found.append([loss.detach(), hidden.grad, *(param.grad for param in model.parameters())])
+    for eager, inside in zip(*found, strict=True):
+        assert (eager is None) == (inside is None)
+        if eager is not None:
+            assert eager.any()
+            torch.testing.assert_close(inside, eager)
+
+
+@pytest.mark.parametrize("options", [{}, {"return_bias": True, "return_layernorm_output": True}], ids=str)
+def test_an_mlp_that_computes_again(options: dict[str, Any]) -> None:
+    found = []
+    for kept in (False, True):
+        torch.manual_seed(0)
+        mlp: Any = LayerNormMLP(K, N, checkpoint=not kept, **options, **FUSED)
+        ddp, x = wrap(mlp), inputs(0)
+        with contextlib.nullcontext() if kept else traced():
+            results = mlp(x)
+            (results[0] if options else results).square().sum().backward()
+        ddp.finish_grad_sync()
+        found.append([*(results if options else [results]), x.grad, *(param.main_grad for param in mlp.parameters())])
+    for again, once in zip(*found, strict=True):
+        torch.testing.assert_close(again, once)

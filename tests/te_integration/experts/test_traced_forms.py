@@ -1,14 +1,14 @@
 """What a compiler takes of modules with experts into its graph, run by Python: all that the eager way computes."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 from expert_models import tiny
 from torch import Tensor, nn
+from traced_forms import traced
 
 from maingrad.ddp import WORLD_OF_ONE, DistributedDataParallel
 from maingrad.te_integration import (
@@ -20,28 +20,8 @@ from maingrad.te_integration import (
     autocast,
     convert_linears,
 )
-from maingrad.te_integration.experts import grouped_linear, grouped_mlp, hugging_face_experts
-from maingrad.te_integration.experts.dispatch import compiled_dispatch, dispatcher
 
 EXPERTS, ROWS = 3, 6
-
-
-@contextlib.contextmanager
-def traced() -> Iterator[list[str]]:
-    """In this block modules run what a compiler would trace. Yields what was run in graph breaks."""
-    broken: list[str] = []
-
-    def run_outside(forward: Any, *args: Any, **options: Any) -> Any:
-        broken.append(forward.__qualname__)
-        with patch("torch.compiler.is_compiling", lambda: False):
-            return forward(*args, **options)
-
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(patch("torch.compiler.is_compiling", lambda: True))
-        stack.enter_context(patch.object(compiled_dispatch, "is_tracing_recomputed", lambda: False))
-        for module in (grouped_linear, grouped_mlp, hugging_face_experts, dispatcher):
-            stack.enter_context(patch.object(module, "run_outside_graph", run_outside))
-        yield broken
 
 
 def hugging_face(name: str) -> Any:
@@ -86,7 +66,7 @@ FROZEN: dict[str, Callable[[str], bool]] = {
 @pytest.mark.parametrize("name", MODULES)
 @pytest.mark.parametrize("frozen", FROZEN)
 @pytest.mark.parametrize("lowered", [False, True], ids=["", "autocast"])
-@pytest.mark.sampled(28)
+@pytest.mark.sampled(12)
 def test_the_traced_form_computes_what_the_eager_one_does(name: str, frozen: str, lowered: bool) -> None:
     def run(mode: Any) -> list[Tensor | None]:
         torch.manual_seed(0)
