@@ -352,6 +352,41 @@ def test_gradients_that_are_not_ours_are_autograds(kind: str, how: str) -> None:
         torch.testing.assert_close(inside, eager)
 
 
+def test_what_decides_how_a_product_runs_compiles_it_again() -> None:
+    """Compilers ask for it before each call of compiled code."""
+    layer: Any = LAYERS["split"]()
+    kept, handle = wrap(layer), layer._wgrad_handle
+    before = handle.guarded()
+    with autocast(recipe=MXFP8BlockScaling()):
+        assert handle.guarded() != before, "a recipe"
+    for name in ("query_weight", "key_weight"):
+        weight = layer.get_parameter(name)
+        weight.requires_grad_(False)
+        assert handle.guarded() != before, "frozen"
+        weight.requires_grad_()
+        hook = weight.register_hook(lambda grad: grad)
+        assert handle.guarded() != before, "hooked"
+        hook.remove()
+    with torch.autograd.forward_ad.dual_level():
+        assert handle.guarded() != before, "a transform"
+    with patch.object(compiled_wgrad, "is_compiled_autograd_on", lambda: True):
+        assert handle.guarded() != before, "compiled autograd"
+    assert handle.guarded() == before
+    kept.unwrap()
+    assert handle.guarded() != before, "no provider"
+
+
+@pytest.mark.parametrize("name", ["query_weight", "key_weight"])
+def test_a_provider_that_comes_after_the_compiled_forward_is_named(name: str) -> None:
+    layer: Any = LAYERS["split"]()
+    with traced():
+        output = layer(inputs(0))
+    weight = layer.get_parameter(name)
+    weight.main_grad = torch.zeros_like(weight)
+    with pytest.raises(RuntimeError, match=rf"{name}: the weight got a main_grad of others after the layer was compi"):
+        output.sum().backward(inputs=[weight])
+
+
 @pytest.mark.parametrize("name", ["query_weight", "key_weight"])
 def test_a_hook_that_comes_after_the_compiled_forward_is_named(name: str) -> None:
     """Any slice of a weight may have it."""

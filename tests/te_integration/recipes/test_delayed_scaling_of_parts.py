@@ -301,9 +301,9 @@ def test_without_tokens_a_frozen_weight_has_no_gradient() -> None:
 
 def test_layers_that_are_marked_as_experts_have_no_scales() -> None:
     """Other ranks hold other ones: they would not agree."""
-    layers: Any = nn.Sequential(Linear(16, 16, dtype=BF16), Linear(16, 16, dtype=BF16))
+    layers: Any = nn.Sequential(Linear(16, 16, dtype=BF16), LayerNormMLP(16, 16, dtype=BF16))
     model = DistributedDataParallel(layers)
-    layers[1].weight.allreduce = False
+    layers[1].fc2_weight.allreduce = False
     with autocast(recipe=RECIPE):
         hidden = layers[0](torch.ones(2, 16, dtype=BF16))
     layers[1](hidden).float().sum().backward()
