@@ -217,6 +217,9 @@ def test_what_a_graph_cannot_hold_is_a_break() -> None:
     with traced() as broken, autocast():
         half(x.bfloat16())
     assert len(broken) == 1, "a block of the traced code itself"
+    kept = wrap(trained)
+    with autocast():
+        assert breaks(trained, x.bfloat16()) == 0, "that block has ended"
     assert breaks(Embedding(V, K, **FUSED), tokens(0)) == 0
     for max_norm, expected in ((None, 0), (1.0, 1)):
         lookup = Embedding(V, K, max_norm=max_norm, **FUSED)
