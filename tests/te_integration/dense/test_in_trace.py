@@ -355,6 +355,34 @@ def test_gradients_that_are_not_ours_are_autograds(kind: str, how: str) -> None:
         torch.testing.assert_close(inside, eager)
 
 
+@pytest.mark.parametrize("kind", OF_ONE_WEIGHT)
+def test_a_leaf_in_a_weights_place_gets_its_gradient(kind: str) -> None:
+    make, loss = OF_ONE_WEIGHT[kind]
+    model, plain = (make() for _ in range(2))
+    model.load_state_dict(plain.state_dict())
+    plain.fuse_wgrad_accumulation = False  # type: ignore[assignment]
+    kept, weight = wrap(model), model.weight.detach().clone().requires_grad_()  # type: ignore[operator]
+    with traced():
+        found = loss(lambda *args: torch.func.functional_call(model, {"weight": weight}, args))
+    for computed in (found, loss(plain)):
+        computed.backward()
+    torch.testing.assert_close(weight.grad, plain.weight.grad)
+    assert not model.weight.main_grad.any()  # type: ignore[operator, union-attr]
+    del kept
+
+
+@pytest.mark.parametrize("layer", ["linear", "split", "mlp"])
+def test_transforms_see_plain_operations(layer: str) -> None:
+    model = LAYERS[layer]()
+    kept = wrap(model)
+    found = []
+    for mode in (contextlib.nullcontext, traced):
+        with mode():
+            found.append(torch.func.grad(lambda x: model(x).square().sum())(inputs(0).detach()))
+    torch.testing.assert_close(*found)
+    assert found[0].any() and not any(record.view.any() for record in kept.records)
+
+
 def test_what_decides_how_a_product_runs_compiles_it_again() -> None:
     """Compilers ask for it before each call of compiled code."""
     layer: Any = LAYERS["split"]()
