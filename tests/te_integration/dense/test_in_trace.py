@@ -333,7 +333,7 @@ def test_gradients_that_are_not_ours_are_autograds(kind: str, how: str) -> None:
     for mode in (contextlib.nullcontext, traced):
         torch.manual_seed(0)
         model: Any = make()
-        if how in ("unfused", "no provider"):
+        if how == "unfused" or (how == "no provider" and "head" not in kind):  # a head needs none
             model.fuse_wgrad_accumulation = False
         ddp = wrap(model) if how != "no provider" else None
         source = model.weight.detach().clone().requires_grad_()
@@ -369,6 +369,21 @@ def test_a_leaf_in_a_weights_place_gets_its_gradient(kind: str) -> None:
     torch.testing.assert_close(weight.grad, plain.weight.grad)
     assert not model.weight.main_grad.any()  # type: ignore[operator, union-attr]
     del kept
+
+
+@pytest.mark.parametrize("layer", ["linear", "split", "mlp"])
+def test_a_backward_of_the_inputs_alone_writes_no_weight_gradient(layer: str) -> None:
+    model, x = LAYERS[layer](), inputs(0)
+    kept = wrap(model)
+    with traced():
+        losses = [model(x).square().sum() for _ in range(2)]
+    (asked_for,) = torch.autograd.grad(losses[0], x, retain_graph=True)
+    losses[1].backward(inputs=[x])
+    assert x.grad is not None and torch.equal(x.grad, asked_for) and asked_for.any()
+    assert not any(record.view.any() for record in kept.records)
+    weights: Any = [param for name, param in model.named_parameters() if name.endswith("weight") and "norm" not in name]
+    losses[0].backward(inputs=weights[:1])
+    assert [param.main_grad.any().item() for param in weights] == [param is weights[0] for param in weights]
 
 
 @pytest.mark.parametrize("layer", ["linear", "split", "mlp"])

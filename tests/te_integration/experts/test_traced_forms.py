@@ -24,9 +24,10 @@ from maingrad.te_integration import (
 EXPERTS, ROWS = 3, 6
 
 
-def hugging_face(name: str) -> Any:
+def hugging_face(name: str, *, fuse: bool = True) -> Any:
     experts = tiny(name, layers=1).model.layers[0].mlp.experts
     convert_linears(experts)
+    experts.fuse_wgrad_accumulation = fuse
     return experts
 
 
@@ -40,6 +41,7 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "two layers, scaled biases": lambda: GroupedMLP(EXPERTS, 8, 5, scale_bias=True),
     "mixtral": lambda: hugging_face("mixtral"),
     "gpt_oss": lambda: hugging_face("gpt_oss"),  # transposed weights, and biases
+    "gpt_oss, unfused": lambda: hugging_face("gpt_oss", fuse=False),
     "fused": lambda: GroupedLinear(EXPERTS, 8, 5, scale_bias=True, fuse_wgrad_accumulation=True),
 }
 
