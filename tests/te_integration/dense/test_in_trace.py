@@ -5,8 +5,10 @@
 
 import contextlib
 import copy
+import gc
 import itertools
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -14,6 +16,7 @@ import pytest
 import torch
 from loops import wrap
 from torch import Tensor, nn
+from traced_forms import traced
 
 from maingrad.te_integration import (
     Embedding,
@@ -28,10 +31,11 @@ from maingrad.te_integration import (
     WgradQueue,
     autocast,
     delayed_wgrad,
+    linear_cross_entropy,
     recipes,
 )
-from maingrad.te_integration.dense import compiled_linear, compiled_wgrad, embedding
-from maingrad.te_integration.head import compiled_head, linear_cross_entropy
+from maingrad.te_integration.dense import compiled_linear, compiled_wgrad
+from maingrad.te_integration.head import compiled_head
 
 K, N, V = 32, 48, 33
 FUSED: dict[str, Any] = {"fuse_wgrad_accumulation": True}
@@ -46,23 +50,6 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "mlp": lambda: LayerNormMLP(K, N, activation="swiglu", **FUSED),
 }
 RECIPES = [Float8CurrentScaling(), Float8BlockScaling(), MXFP8BlockScaling(), NVFP4BlockScaling(), None]
-
-
-@contextlib.contextmanager
-def traced() -> Iterator[list[Any]]:
-    """In this block modules run what a compiler would trace. Yields what was run in graph breaks."""
-    broken: list[Any] = []
-
-    def run_outside(forward: Any, *args: Any) -> Any:
-        broken.append(forward)
-        with patch("torch.compiler.is_compiling", lambda: False):
-            return forward(*args)
-
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(patch("torch.compiler.is_compiling", lambda: True))
-        for module in (compiled_linear, embedding, linear_cross_entropy):
-            stack.enter_context(patch.object(module, "run_outside_graph", run_outside))
-        yield broken
 
 
 def assert_alike(make: Callable[[], nn.Module], run: Callable[[nn.Module, int], Tensor], writes: int | None) -> None:
@@ -206,6 +193,9 @@ def test_what_a_graph_cannot_hold_is_a_break() -> None:
 
     x = inputs(0)
     assert breaks(layer, x) == 0
+    own_queue = Linear(K, N, delay_wgrad_compute=True, **FUSED)
+    delays = wrap(own_queue)
+    assert breaks(own_queue, x) == 0, "a module's own queue stays"
     with delayed_wgrad(queue):
         assert breaks(layer, x) == 1
         assert breaks(Linear(K, N, **FUSED), x) == 1, "without a provider what is delayed is checked in eager code"
@@ -221,15 +211,21 @@ def test_what_a_graph_cannot_hold_is_a_break() -> None:
         assert breaks(half, x.bfloat16()) == 1, "autograd delivers a quantised product"
         assert breaks(half.requires_grad_(False), x.bfloat16()) == 0
         assert breaks(layer, x) == 0, "fp32 is not quantised"
+        trained = Linear(K, N, dtype=torch.bfloat16, **FUSED)
+        with torch.no_grad():
+            assert breaks(trained, x.bfloat16()) == breaks(half.requires_grad_(), x.bfloat16()) == 0, "an evaluation"
     with traced() as broken, autocast():
         half(x.bfloat16())
     assert len(broken) == 1, "a block of the traced code itself"
+    kept = wrap(trained)
+    with autocast():
+        assert breaks(trained, x.bfloat16()) == 0, "that block has ended"
     assert breaks(Embedding(V, K, **FUSED), tokens(0)) == 0
     for max_norm, expected in ((None, 0), (1.0, 1)):
         lookup = Embedding(V, K, max_norm=max_norm, **FUSED)
         kept = wrap(lookup)
         assert breaks(lookup, tokens(0)) == expected, max_norm
-    del ddp, kept
+    del ddp, kept, delays
 
 
 @pytest.mark.parametrize("recipe", RECIPES[:-1], ids=lambda recipe: type(recipe).__name__)
@@ -301,6 +297,7 @@ def test_beside_a_frozen_slice_the_others_are_fused(mode: Any) -> None:
     ddp.finish_grad_sync()
     assert {record.name: record.num_fused_writes for record in ddp.records}["key_weight"] == 1
     torch.testing.assert_close(layer.key_weight.main_grad, inputs(0).detach().view(-1, K).sum(0).expand(16, K))
+    assert layer.query_weight.grad is None
 
 
 def test_a_frozen_weight_that_is_stored_transposed() -> None:
@@ -313,3 +310,238 @@ def test_a_frozen_weight_that_is_stored_transposed() -> None:
     torch.testing.assert_close(found, expected)
     grads = (torch.autograd.grad(y.square().sum(), operands) for y in (found, expected))
     torch.testing.assert_close(*grads)
+
+
+OF_ONE_WEIGHT: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], Tensor]]] = {
+    "linear": (lambda: Linear(K, N, **FUSED), lambda model: model(inputs(0)).square().sum()),
+    "embedding": (lambda: Embedding(V, K, **FUSED), lambda model: model(tokens(0)).square().sum()),
+    "head": (lambda: LinearCrossEntropy(K, V), lambda model: model(inputs(0), tokens(0)[:, :5])),
+    "head in forward": (
+        lambda: LinearCrossEntropy(K, V, mode="in_forward"),
+        lambda model: model(inputs(0), tokens(0)[:, :5]),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", OF_ONE_WEIGHT)
+@pytest.mark.parametrize("how", ["a hook", "unfused", "no provider", "another weight"])
+@pytest.mark.sampled(16)
+def test_gradients_that_are_not_ours_are_autograds(kind: str, how: str) -> None:
+    """A hook sees the gradient of its weight, and a tensor in a weight's place gets its own."""
+    make, loss = OF_ONE_WEIGHT[kind]
+    found = []
+    for mode in (contextlib.nullcontext, traced):
+        torch.manual_seed(0)
+        model: Any = make()
+        if how == "unfused" or (how == "no provider" and "head" not in kind):  # a head needs none
+            model.fuse_wgrad_accumulation = False
+        ddp = wrap(model) if how != "no provider" else None
+        source = model.weight.detach().clone().requires_grad_()
+        other = 2 * source
+        if how == "a hook":
+            model.weight.register_hook(lambda grad: 3 * grad)
+        by_other = partial(torch.func.functional_call, model, {"weight": other})
+        call = (lambda *args, by=by_other: by(args)) if how == "another weight" else model
+        with mode():
+            computed = loss(call)
+        computed.backward()
+        if ddp is not None:
+            ddp.finish_grad_sync()
+        grad = source.grad if how == "another weight" else model.weight.grad if ddp is None else model.weight.main_grad
+        assert grad is not None and grad.any()
+        assert how != "another weight" or not model.weight.main_grad.any()
+        found.append([computed.detach(), grad.clone()])
+    for eager, inside in zip(*found, strict=True):
+        torch.testing.assert_close(inside, eager)
+
+
+@pytest.mark.parametrize("kind", OF_ONE_WEIGHT)
+def test_a_leaf_in_a_weights_place_gets_its_gradient(kind: str) -> None:
+    make, loss = OF_ONE_WEIGHT[kind]
+    model, plain = (make() for _ in range(2))
+    model.load_state_dict(plain.state_dict())
+    plain.fuse_wgrad_accumulation = False  # type: ignore[assignment]
+    kept, weight = wrap(model), model.weight.detach().clone().requires_grad_()  # type: ignore[operator]
+    with traced():
+        found = loss(lambda *args: torch.func.functional_call(model, {"weight": weight}, args))
+    for computed in (found, loss(plain)):
+        computed.backward()
+    torch.testing.assert_close(weight.grad, plain.weight.grad)
+    assert not model.weight.main_grad.any()  # type: ignore[operator, union-attr]
+    del kept
+
+
+@pytest.mark.parametrize("layer", ["linear", "split", "mlp"])
+def test_a_backward_of_the_inputs_alone_writes_no_weight_gradient(layer: str) -> None:
+    model, x = LAYERS[layer](), inputs(0)
+    kept = wrap(model)
+    with traced():
+        losses = [model(x).square().sum() for _ in range(2)]
+    (asked_for,) = torch.autograd.grad(losses[0], x, retain_graph=True)
+    losses[1].backward(inputs=[x])
+    assert x.grad is not None and torch.equal(x.grad, asked_for) and asked_for.any()
+    assert not any(record.view.any() for record in kept.records)
+    weights: Any = [param for name, param in model.named_parameters() if name.endswith("weight") and "norm" not in name]
+    losses[0].backward(inputs=weights[:1])
+    assert [param.main_grad.any().item() for param in weights] == [param is weights[0] for param in weights]
+
+
+@pytest.mark.parametrize("layer", ["linear", "split", "mlp"])
+def test_transforms_see_plain_operations(layer: str) -> None:
+    model = LAYERS[layer]()
+    kept = wrap(model)
+    found = []
+    for mode in (contextlib.nullcontext, traced):
+        with mode():
+            found.append(torch.func.grad(lambda x: model(x).square().sum())(inputs(0).detach()))
+    torch.testing.assert_close(*found)
+    assert found[0].any() and not any(record.view.any() for record in kept.records)
+
+
+def test_what_decides_how_a_product_runs_compiles_it_again() -> None:
+    """Compilers ask for it before each call of compiled code."""
+    layer: Any = LAYERS["split"]()
+    kept, handle = wrap(layer), layer._wgrad_handle
+    before = handle.guarded()
+    with autocast(recipe=MXFP8BlockScaling()):
+        assert handle.guarded() != before, "a recipe"
+    for name in ("query_weight", "key_weight"):
+        weight = layer.get_parameter(name)
+        weight.requires_grad_(False)
+        assert handle.guarded() != before, "frozen"
+        weight.requires_grad_()
+        hook = weight.register_hook(lambda grad: grad)
+        assert handle.guarded() != before, "hooked"
+        hook.remove()
+    with torch.autograd.forward_ad.dual_level():
+        assert handle.guarded() != before, "a transform"
+    with patch.object(compiled_wgrad, "is_compiled_autograd_on", lambda: True):
+        assert handle.guarded() != before, "compiled autograd"
+    assert handle.guarded() == before
+    kept.unwrap()
+    assert handle.guarded() != before, "no provider"
+
+
+@pytest.mark.parametrize("name", ["query_weight", "key_weight"])
+def test_a_provider_that_comes_after_the_compiled_forward_is_named(name: str) -> None:
+    layer: Any = LAYERS["split"]()
+    with traced():
+        output = layer(inputs(0))
+    weight = layer.get_parameter(name)
+    weight.main_grad = torch.zeros_like(weight)
+    with pytest.raises(RuntimeError, match=rf"{name}: the weight got a main_grad of others after the layer was compi"):
+        output.sum().backward(inputs=[weight])
+
+
+@pytest.mark.parametrize("name", ["query_weight", "key_weight"])
+def test_a_hook_that_comes_after_the_compiled_forward_is_named(name: str) -> None:
+    """Any slice of a weight may have it."""
+    layer: Any = LAYERS["split"]()
+    kept = wrap(layer)
+    with traced():
+        output = layer(inputs(0))
+    layer.get_parameter(name).register_hook(lambda grad: grad)
+    with pytest.raises(RuntimeError, match=rf"{name}: the weight got a hook .*after the layer was compiled"):
+        output.sum().backward()
+    del kept
+
+
+@pytest.mark.parametrize("kind", ["linear", "head", "head in forward"])
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+def test_a_compiled_backward_asks_for_its_module(kind: str) -> None:
+    """It keeps none alive, and does not differentiate its own operators."""
+    make, loss = OF_ONE_WEIGHT[kind]
+    for created, error in ((True, r"backward\(create_graph=True\)"), (False, "a module was freed between")):
+        model: Any = make()
+        ddp = wrap(model)
+        with traced():
+            computed = loss(model)
+        if not created:
+            del model, ddp
+            gc.collect()
+        with pytest.raises(RuntimeError, match=error):
+            computed.backward(create_graph=created)
+
+
+@pytest.mark.parametrize("layer", ["linear", "mlp"])
+def test_without_tokens_there_is_nothing_to_quantise(layer: str) -> None:
+    def run(model: nn.Module, microbatch: int) -> Tensor:
+        output: Tensor = model(inputs(microbatch, torch.bfloat16)[:, : 5 * microbatch])
+        return output
+
+    with autocast(recipe=MXFP8BlockScaling()):
+        assert_alike(lambda: LAYERS[layer]().bfloat16(), run, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_compiler_is_told_the_shapes_of_a_head_that_writes_in_forward(dtype: torch.dtype) -> None:
+    targets, options = torch.arange(5), (-100, 0.1, 0.01, None, 1.0, 4)
+    head = LinearCrossEntropy(K, V, bias=True, mode="in_forward", dtype=dtype)
+    kept = wrap(head)
+    announced = torch.ones((), dtype=torch.promote_types(dtype, torch.float32))
+    operands = [announced, torch.ones(5, K, dtype=dtype), head.weight, targets, head.bias]
+    for needs in itertools.product((False, True), repeat=2):
+        found, told = (
+            each(operands, head._wgrad_key, *options, *needs)
+            for each in (compiled_head._in_forward, compiled_head._fake_in_forward)
+        )
+        assert forms_of(found) == forms_of(told)
+        kept.zero_grad()
+
+
+class ByFunction(nn.Module):
+    """A tied weight: the loss is a function's."""
+
+    def __init__(self, mode: Any) -> None:
+        super().__init__()
+        self.table, self.bias, self.mode = nn.Embedding(V, K), nn.Parameter(torch.linspace(-1, 1, V)), mode
+
+    def forward(self, hidden: Tensor, targets: Tensor, **more: Any) -> Tensor:
+        options = {"bias": self.bias, "mode": self.mode, "chunk_tokens": 4, "logit_scale": 0.5, "ignore_index": 7}
+        return linear_cross_entropy(hidden, self.table.weight, targets, **options, **more)
+
+
+@pytest.mark.parametrize("mode", ["recompute", "in_forward"])
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("frozen", ["", "hidden", "weight", "bias"])
+@pytest.mark.sampled(16)
+def test_the_function_of_a_weight(mode: Any, wrapped: bool, frozen: str) -> None:
+    """With a ``main_grad`` the weight is the provider's, which is a break."""
+    found = []
+    for how in (contextlib.nullcontext, traced):
+        torch.manual_seed(0)
+        model = ByFunction(mode)
+        model.table.weight.requires_grad_(frozen != "weight")
+        model.bias.requires_grad_(frozen != "bias")
+        ddp = wrap(model) if wrapped else None
+        hidden, targets = inputs(0).detach().requires_grad_(frozen != "hidden"), tokens(0)[:, :5].clone()
+        targets[0] = 7
+        with how() as broken:
+            loss = model(hidden, targets, num_tokens=9)
+        assert len(broken or ()) == (how is traced and wrapped and frozen != "weight")
+        loss.backward()
+        if ddp is not None:
+            ddp.finish_grad_sync()
+            ddp.expose_grads()
+        found.append([loss.detach(), hidden.grad, *(param.grad for param in model.parameters())])
+    for eager, inside in zip(*found, strict=True):
+        assert (eager is None) == (inside is None)
+        if eager is not None:
+            assert eager.any()
+            torch.testing.assert_close(inside, eager)
+
+
+@pytest.mark.parametrize("options", [{}, {"return_bias": True, "return_layernorm_output": True}], ids=str)
+def test_an_mlp_that_computes_again(options: dict[str, Any]) -> None:
+    found = []
+    for kept in (False, True):
+        torch.manual_seed(0)
+        mlp: Any = LayerNormMLP(K, N, checkpoint=not kept, **options, **FUSED)
+        ddp, x = wrap(mlp), inputs(0)
+        with contextlib.nullcontext() if kept else traced():
+            results = mlp(x)
+            (results[0] if options else results).square().sum().backward()
+        ddp.finish_grad_sync()
+        found.append([*(results if options else [results]), x.grad, *(param.main_grad for param in mlp.parameters())])
+    for again, once in zip(*found, strict=True):
+        torch.testing.assert_close(again, once)

@@ -188,6 +188,13 @@ def test_a_module_that_is_made_on_meta_has_a_name_for_graphs() -> None:
     assert handle_of(layer._wgrad_key).module is layer
 
 
+def test_what_transformer_engine_has_and_this_layer_lacks_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="Linear does not support ub_overlap_ag=True"):
+        Linear(4, 4, ub_overlap_ag=True)
+    with pytest.raises(TypeError, match="Linear has no argument 'activation'"):
+        Linear(4, 4, activation="gelu")
+
+
 def test_a_layer_without_features_begins_with_zeros() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch's, that there is nothing to initialise

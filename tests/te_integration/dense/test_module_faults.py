@@ -10,12 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from foreign import ForeignLinear, ForeignProvider, LazyForeignProvider
 from loops import wrap
 from modules import FACTORIES, FEATURES, WEIGHTS, error, make, plain_forward
 from torch import Tensor, nn
 
-from maingrad.te_integration import Linear
+from maingrad.launch import simulate
+from maingrad.te_integration import GroupedLinear, Linear, LinearCrossEntropy, autocast
+from maingrad.te_integration.dense.tensor_parallel import multiply_over_ranks, ranks_of
 
 ROUNDING = 2.0**-19
 EVERY_WEIGHT = pytest.mark.parametrize(("kind", "name"), WEIGHTS)
@@ -239,3 +242,52 @@ def test_inputs_that_do_not_fit_are_refused_by_name(kind: str, delay: bool) -> N
     if kind == "Linear":
         with pytest.raises(ValueError, match=r"layers.3: the input is torch.bfloat16 and the weight torch.float32"):
             ddp(batch().bfloat16())
+
+
+def of_ranks(layer: Linear, x: Tensor) -> Tensor:
+    """A column-parallel product."""
+    ranks = ranks_of(dist.group.WORLD)  # type: ignore[arg-type]
+    y: Tensor = multiply_over_ranks(layer, "column", ranks, x, (layer.weight,), None, None)
+    return y
+
+
+def quantised(layer: Any, x: Tensor, *splits: Any) -> Tensor:
+    with autocast():
+        y: Tensor = layer(x, *splits)
+    return y
+
+
+SPLIT_BACKWARDS: dict[str, tuple[Callable[[], Any], Callable[[Any, Tensor], Tensor], str]] = {
+    "linear": (lambda: Linear(8, 8), lambda layer, x: layer(x), "_FusedLinear"),
+    "quantised": (lambda: Linear(8, 8), quantised, "_QuantizedLinear"),
+    "over ranks": (lambda: Linear(8, 8), of_ranks, "_Columns"),
+    "head": (lambda: LinearCrossEntropy(8, 8), lambda head, x: head(x, torch.arange(4)), "_Recomputed"),
+    "quantised experts": (
+        lambda: GroupedLinear(2, 8, 8, single_grouped_weight=True),
+        lambda experts, x: quantised(experts, x, [1, 3]),
+        "_FusedGroupedLinear",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", SPLIT_BACKWARDS)
+def test_19_a_backward_that_is_split_for_inputs_and_weights_is_refused(kind: str) -> None:
+    """As torch.distributed.pipelining's own stage does: a prehook, the inputs alone, then the weights alone."""
+    make, run, name = SPLIT_BACKWARDS[kind]
+
+    def on_a_rank() -> None:
+        module = make().bfloat16()
+        module.fuse_wgrad_accumulation = True
+        kept = wrap(module)
+        x = torch.ones(4, 8, dtype=torch.bfloat16, requires_grad=True)
+        output = run(module, x).sum()
+        node: Any = output.grad_fn
+        while node.name() != f"{name}Backward":
+            node = node.next_functions[0][0]
+        node.register_prehook(lambda grads: None)
+        torch.autograd.grad(output, x, retain_graph=True)
+        with pytest.raises(RuntimeError, match="this backward was split into one for inputs and one for weights"):
+            torch.autograd.grad(output, module.weight)
+        assert not any(record.num_fused_writes for record in kept.records)
+
+    simulate(on_a_rank, 1)

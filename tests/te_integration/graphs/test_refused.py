@@ -500,6 +500,8 @@ def test_gradients_that_only_the_layer_can_give():
             with pytest.raises(RuntimeError, match=r"the weight got a hook \(register_hook\) after the capture"):
                 graphed(a).sum().backward()
             handle.remove()
+            with pytest.raises(RuntimeError, match="split backwards need the layer itself"):
+                graphed(a).sum().backward(inputs=[layer.get_parameter(name)])
         assert ddp.is_clear
     plain = nn.Linear(WIDTH, WIDTH)
     (graphed,) = make_graphed_callables([plain], samples(1))  # autograd delivers all gradients: every backward works

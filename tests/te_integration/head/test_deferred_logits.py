@@ -106,6 +106,16 @@ class PlainHead:
         return F.cross_entropy(logits, targets, reduction=how["reduction"], **options)
 
 
+class CountingHead(PlainHead):
+    """Counts products without targets: logits."""
+
+    num_products = 0
+
+    def __call__(self, hidden: Tensor, targets: Tensor | None = None, **how: Any) -> Tensor:
+        self.num_products += targets is None
+        return super().__call__(hidden, targets, **how)
+
+
 OF_CLASSES = torch.linspace(0, 1, 7, dtype=torch.float64)
 OF_TOKENS = torch.linspace(0, 1, 42, dtype=torch.float64).view(6, 7).cos()
 STEPS: dict[str, Any] = {
@@ -125,29 +135,23 @@ STEPS: dict[str, Any] = {
     "a bias from the left": lambda z: OF_CLASSES + (z + OF_CLASSES),
     "integers between": lambda z: (3.0 * z).to(torch.int64).to(torch.float64),
 }
+OF_A_LOSS = {"a bias and a scale", "a bias with more dims", "casts", "a cap"}
+"""Steps that the head's own loss takes: no logits exist. A second bias is none of them."""
 
 
 @pytest.mark.parametrize("steps", STEPS)
 @pytest.mark.parametrize("bias", [None, OF_CLASSES.sin()], ids=["", "a bias of the head"])
 @pytest.mark.sampled(30)
 def test_steps_between_logits_and_loss(steps: str, bias: Tensor | None) -> None:
-    head, hidden = PlainHead(bias), torch.linspace(-2, 2, 30, dtype=torch.float64).view(6, 5)
+    head, hidden = CountingHead(bias), torch.linspace(-2, 2, 30, dtype=torch.float64).view(6, 5)
     targets = torch.arange(6)
     found = STEPS[steps](DeferredLogits.of_forward(head, hidden))
-    expected = STEPS[steps](head(hidden))
+    expected = STEPS[steps](PlainHead(bias)(hidden))
     assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
     torch.testing.assert_close(F.cross_entropy(found, targets), F.cross_entropy(expected, targets), rtol=1e-6, atol=0)
+    fused = steps in OF_A_LOSS and not (bias is not None and "a bias" in steps)
+    assert head.num_products == (0 if fused else 1)
     assert torch.equal(found[expected > 0.1], expected[expected > 0.1]), "a mask of tokens and classes"
-
-
-class CountingHead(PlainHead):
-    """Counts products without targets: logits."""
-
-    num_products = 0
-
-    def __call__(self, hidden: Tensor, targets: Tensor | None = None, **how: Any) -> Tensor:
-        self.num_products += targets is None
-        return super().__call__(hidden, targets, **how)
 
 
 def deferred(*leading: int) -> tuple[CountingHead, DeferredLogits, Tensor]:

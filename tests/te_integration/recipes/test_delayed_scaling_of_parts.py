@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from maingrad.ddp import DistributedDataParallel
+from maingrad.ddp import DistributedDataParallel, DistributedOptimizer, GradScaler
 from maingrad.te_integration import (
     DelayedScaling,
     Float8CurrentScaling,
@@ -254,3 +255,70 @@ def test_a_state_that_does_not_fit_is_refused(scales: Any, history: Any, has_run
     with pytest.raises(RuntimeError, match="fp8_"):
         layer.load_state_dict({"weight": layer.weight, "bias": layer.bias, **state})
     assert {name: value.shape for name, value in layer.state_dict().items()} == shapes
+
+
+def test_a_step_leaves_the_scales_of_its_iteration() -> None:
+    layer = Linear(16, 16, fuse_wgrad_accumulation=True, dtype=BF16)
+    model = DistributedDataParallel(layer)
+    optimizer = DistributedOptimizer(model, lr=0.1)
+    for number in range(1, 3):
+        run(model, torch.full((2, 16), float(number), dtype=BF16)).backward()
+        model.finish_grad_sync()
+        optimizer.step()
+        assert layer.fp8_scale[0] == 448 / number
+        model.zero_grad_buffer()
+
+
+@pytest.mark.parametrize("overflows", [False, True])
+def test_a_scaler_of_a_model_that_ran_under_no_delayed_scaling(overflows: bool) -> None:
+    """Another model of the program has done so."""
+    other = DistributedDataParallel(Linear(16, 16, dtype=BF16))
+    run(other, torch.ones(2, 16, dtype=BF16)).backward()
+    other.finish_grad_sync()
+    model = DistributedDataParallel(Linear(16, 16))
+    optimizer, scaler, before = (
+        DistributedOptimizer(model, lr=0.1),
+        GradScaler("cpu"),
+        model.module.bias.detach().clone(),
+    )
+    (scaler.scale(model(torch.ones(2, 16)).sum()) * (torch.inf if overflows else 1.0)).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert torch.equal(model.module.bias, before) is overflows
+
+
+def test_without_tokens_a_frozen_weight_has_no_gradient() -> None:
+    layer = Linear(16, 16, fuse_wgrad_accumulation=True, dtype=BF16)
+    layer.weight.requires_grad_(False)
+    model = DistributedDataParallel(layer)
+    for rows in (0, 2):
+        with model.no_sync():
+            run(model, torch.full((rows, 16), 4.0, dtype=BF16)).backward()
+    model.finish_grad_sync()
+    assert layer.weight.grad is None and layer.bias.main_grad.any()
+    assert layer.fp8_scale[0] == 448 / 4
+
+
+def test_layers_that_are_marked_as_experts_have_no_scales() -> None:
+    """Other ranks hold other ones: they would not agree."""
+    layers: Any = nn.Sequential(Linear(16, 16, dtype=BF16), LayerNormMLP(16, 16, dtype=BF16))
+    model = DistributedDataParallel(layers)
+    layers[1].fc2_weight.allreduce = False
+    with autocast(recipe=RECIPE):
+        hidden = layers[0](torch.ones(2, 16, dtype=BF16))
+    layers[1](hidden).float().sum().backward()
+    model.finish_grad_sync()
+    assert {name for name in layers.state_dict() if "fp8" in name} == {"0.fp8_scale", "0.fp8_amax_history"}
+
+
+def test_amaxes_are_reduced_over_the_group_of_the_block_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    reduced: list[Any] = []
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, op, group: reduced.append(group))
+    for reduces in (True, False):
+        recipe = DelayedScaling(amax_history_len=4, reduce_amax=reduces)
+        model = DistributedDataParallel(Linear(16, 16, dtype=BF16))
+        with autocast(recipe=recipe, amax_reduction_group="some ranks"):
+            y = model(torch.ones(2, 16, dtype=BF16))
+        y.float().sum().backward()
+        model.finish_grad_sync()
+        assert reduced == ["some ranks"]

@@ -150,6 +150,34 @@ def test_another_recipe_and_changed_weights_between_microbatches() -> None:
     check(model, layer, RECIPES[1], 0)
 
 
+def test_gradients_that_are_cleared_between_forward_and_backward() -> None:
+    layer, model = wrapped()
+    for seed in range(2):
+        fresh = Linear(64, 96, dtype=torch.bfloat16)
+        fresh.load_state_dict(copy.deepcopy(layer.state_dict()))
+        x, y = (batch(seed).requires_grad_() for _ in range(2))
+        with autocast(recipe=RECIPES[0]):
+            losses = [each(given).float().square().mean() for each, given in ((model, x), (fresh, y))]
+        model.zero_grad()
+        for loss in losses:
+            loss.backward()
+        model.finish_grad_sync()
+        assert x.grad is not None and y.grad is not None and torch.equal(x.grad, y.grad)
+        change(layer)
+
+
+def test_a_backward_of_an_earlier_recipe_keeps_nothing_for_a_forward() -> None:
+    layer, model = wrapped()
+    outputs = []
+    for recipe in RECIPES:
+        with autocast(recipe=recipe):
+            outputs.append(model(batch(0)))
+    with model.no_sync():
+        outputs[0].float().sum().backward()
+    for recipe in RECIPES:
+        check(model, layer, recipe, 0)
+
+
 def test_a_slice_without_a_gradient_so_far_may_change() -> None:
     layer = Linear(64, 96, parameters_split=("q", "k"), fuse_wgrad_accumulation=True, dtype=torch.bfloat16)
     model, fresh = DistributedDataParallel(layer), Linear(64, 96, parameters_split=("q", "k"), dtype=torch.bfloat16)
