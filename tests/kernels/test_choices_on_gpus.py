@@ -64,6 +64,13 @@ class Gpu:
         return name, given, how
 
 
+_WITHOUT_FAKE = (
+    torch.ops.aten._scaled_mm.out,
+    torch.ops.aten.mm.dtype_out,  # torch 2.11's fake raises, and addmm's too
+    torch.ops.aten.addmm.dtype_out,
+)
+
+
 class Operators(TorchDispatchMode):
     """Notes products among torch's operators."""
 
@@ -74,7 +81,7 @@ class Operators(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if "mm" in str(func):
             self.gpu.ran.append((str(func), args, kwargs or {}))
-        if func is torch.ops.aten._scaled_mm.out:  # it has no fake
+        if func in _WITHOUT_FAKE:
             return (kwargs or {})["out"]
         return func(*args, **(kwargs or {}))
 
