@@ -237,11 +237,16 @@ def test_a_head_in_chunks_is_the_head_at_once(form: str, biased: bool) -> None:
 
 def test_sums_over_chunks_of_a_bf16_head_are_fp32() -> None:
     """Gradients of two classes are opposite: those of 256, 1 and -256 times half a token leave half of 1."""
-    hidden, weight = torch.zeros(3, 1, dtype=torch.bfloat16), torch.zeros(2, 1, dtype=torch.bfloat16)
+    hidden, weight = torch.ones(3, 1, dtype=torch.bfloat16), torch.zeros(2, 1, dtype=torch.bfloat16)
     head = Head(hidden, weight, torch.zeros(2, dtype=torch.bfloat16), torch.tensor([0, 0, 0]), LossTerms(), 1)
     assert [each.dtype for each in head_losses(head)] == [torch.float32, torch.float32, torch.bfloat16]
-    found = head_grads(head, torch.tensor([256.0, 1.0, -256.0]), None, needs_bias=True)
+    upstream = torch.tensor([256.0, 1.0, -256.0])
+    found = head_grads(head, upstream, None, needs_bias=True)
     assert found.bias is not None and found.bias.tolist() == [-0.5, 0.5] and found.bias.dtype is torch.float32
+    main_grad = torch.full((2, 1), float("nan"), dtype=torch.bfloat16)
+    for overwrite in (True, False):  # what bf16 has before is added once, to the sum of all chunks
+        head_grads(head, upstream, None, main_grad=main_grad, overwrite=overwrite)
+        assert main_grad.flatten().tolist() == ([-0.5, 0.5] if overwrite else [-1.0, 1.0])
     assert found.losses is not None and found.losses.dtype is torch.float32
     assert found.hidden is not None and found.hidden.dtype is torch.bfloat16
 

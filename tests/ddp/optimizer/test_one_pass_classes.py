@@ -295,3 +295,13 @@ def test_a_gradient_of_nan_shows_in_the_parameter(form: dict[str, Any]) -> None:
 def test_lion_refuses_bad_options(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="Lion needs"):
         Lion([nn.Parameter(torch.zeros(1))], **options)
+
+
+def test_lion_may_begin_with_a_learning_rate_of_0() -> None:
+    """As at the start of a warmup, or in a group that is kept as it is; momentum follows the gradients."""
+    param = nn.Parameter(torch.tensor([1.0, -2.0]))
+    optimizer = Lion([param], lr=0.0, betas=(0.9, 0.5), weight_decay=0.1)
+    param.grad = torch.tensor([4.0, -4.0])
+    optimizer.step()
+    assert param.tolist() == [1.0, -2.0] and optimizer.state[param]["exp_avg"].tolist() == [2.0, -2.0]
+    DistributedOptimizer(wrapped(), **CLASSES["lion"], param_groups=[{"params": "*.bias", "lr": 0.0}])

@@ -143,6 +143,19 @@ STATES: dict[str, tuple[Callable[[], str], str, bool]] = {
 }
 
 
+def test_ranks_that_bring_one_weight_in_different_forms_are_refused_on_all() -> None:
+    """A DTensor of these ranks is exchanged among them, and a whole tensor on another rank is not."""
+
+    def load() -> str:
+        model, _ = trained()
+        state = model.state_dict()
+        whole = state["0.weight"].full_tensor()
+        return outcome(model.load_state_dict, {**state, "0.weight": whole} if offends() else state)
+
+    message = "rank 0 has 0.weight (a DTensor of these ranks), where rank 1 has 0.weight (a whole tensor)"
+    check(simulate(load, 2), message, one=False)
+
+
 @pytest.mark.parametrize("what", STATES)
 @pytest.mark.sampled(3)
 def test_state_dicts_that_differ_between_ranks_are_refused_on_all(what: str) -> None:

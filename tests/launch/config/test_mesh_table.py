@@ -84,6 +84,7 @@ EXPERTS = {"num_experts": 4, "top_k": 2, "expert_ffn_dim": 8}
             r"model\.dropout = 0\.1: .* set mesh\.sequence_parallel = true",
         ),
         ({"mesh": {"tp": 2}, "optimizer": {"name": "muon"}}, r"optimizer\.name = 'muon': .* set mesh\.tp = 1"),
+        ({"mesh": {"pp": 2}, "optimizer": {"name": "muon"}}, r"optimizer\.name = 'muon': .* and mesh\.pp = 1"),
     ],
 )
 def test_what_cannot_be_cut_is_refused(tmp_path: Path, sections: dict[str, Any], message: str):

@@ -15,6 +15,8 @@ from maingrad.launch import simulate
 from maingrad.launch.config.run import Config
 from maingrad.launch.parallelizing import exchanges
 from maingrad.launch.plan.exchanged import exchanges_of
+from maingrad.launch.plan.plan import plan_run
+from maingrad.launch.plan.tables import format_bytes, plan_tables
 from maingrad.launch.training.loading import load_model
 from maingrad.launch.training.runtime import current_runtime
 from maingrad.launch.training.wrapping import Wrapped
@@ -131,6 +133,16 @@ def test_bytes_are_those_of_the_models_dtype(tmp_path: Path, mesh: dict[str, int
         "ep": microbatches * layers * 2 * 2 * rows * 4 // 2,
     }[next(iter(mesh))]
     assert single.nbytes - in_fp32 == 2 * (half.nbytes - in_fp32)
+
+
+def test_the_table_says_what_is_planned(tmp_path: Path):
+    plan = plan_run(tiny_config(tmp_path, mesh={"tp": 2, "cp": 2}), 4)
+    (table,) = [table for table in plan_tables(plan) if table.columns[1].header == "ranks"]
+    assert len(plan.exchanges) == 2 and all(each.calls > 1 for each in plan.exchanges)
+    rows = [(each.what, str(each.ranks), f"{each.calls:,}", format_bytes(each.nbytes)) for each in plan.exchanges]
+    assert [*zip(*(column.cells for column in table.columns), strict=True)] == rows
+    totals = f"{sum(each.calls for each in plan.exchanges):,}", format_bytes(sum(e.nbytes for e in plan.exchanges))
+    assert tuple(column.footer for column in table.columns) == ("", "", *totals)
 
 
 def test_products_gather_again_in_eager_code_that_writes_weight_gradients_alone(tmp_path: Path):

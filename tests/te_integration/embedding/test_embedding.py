@@ -185,6 +185,15 @@ def test_any_shape_of_ids(shape: tuple[int, ...], ids: torch.dtype) -> None:
     assert torch.equal(module.weight.grad, plain.weight.grad)
 
 
+def test_the_first_id_may_be_padding() -> None:
+    module = Embedding(4, 2, padding_idx=0, fuse_wgrad_accumulation=True)
+    ddp = DistributedDataParallel(module)
+    ddp(torch.tensor([0, 2, 0, 2])).sum().backward()
+    ddp.finish_grad_sync()
+    assert ddp.records[0].num_fused_writes == 1
+    assert module.weight.main_grad[:, 0].tolist() == [0.0, 0.0, 2.0, 0.0]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_summed_in_fp32(dtype: torch.dtype) -> None:
     """Gradients 256, 1 and -256 of one id in one microbatch, and again in the next, leave 2."""
