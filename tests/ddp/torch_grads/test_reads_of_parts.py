@@ -207,6 +207,20 @@ def test_a_row_is_cut_for_a_part_with_as_many_elements_from_the_middle_of_one() 
     assert simulate(check, 3) == [64, 128, 64]
 
 
+def test_a_whole_gradient_has_the_bits_of_its_parts() -> None:
+    """A sum with the zeros of other ranks would make 0.0 of -0.0."""
+    expected = torch.where(WHOLE % 2 == 0, -0.0, WHOLE)
+
+    def check() -> None:
+        model = zero1()
+        grad = model.module[0].weight.grad
+        grad.copy_(expected)
+        assert torch.equal(grad.full_tensor().view(torch.int64), expected.view(torch.int64))
+
+    for ranks in RANKS:
+        simulate(check, ranks)
+
+
 def test_what_a_program_takes_of_a_whole_gradient_is_its_own() -> None:
     def check() -> None:
         model = zero1(use_distributed_optimizer=False)

@@ -447,6 +447,7 @@ def test_bigram_against_counting_by_hand():
     # 0 is followed by 1 three times, 1 by 0 once and by 2 once; one is added to each of 256 counts.
     assert bigram_loss(tokens, scored) == pytest.approx(-(np.log(4 / 259) + np.log(2 / 258)) / 2)
     assert bigram_loss(tokens, Batch(torch.tensor([[0]]), torch.tensor([[1]]))) == pytest.approx(-np.log(4 / 259))
+    assert bigram_loss(tokens, Batch(torch.tensor([[1]]), torch.tensor([[2]]))) == pytest.approx(-np.log(2 / 258))
 
 
 @pytest.mark.slow

@@ -267,6 +267,7 @@ def initial_values() -> list[tuple[str, bool]]:
     pickled, copied = pickle.loads(pickle.dumps(cut)), copy.deepcopy(cut)
     again = layers(tp_group=group, device="meta").to_empty(device="cpu")
     for model in (cut, pickled, copied, again):
+        assert list(map(type, model)) == list(map(type, cut)), "modules of one class have one type"
         if model is again:  # ``to_empty`` has left neither values nor marks
             for each in (whole, again):
                 torch.manual_seed(0)

@@ -14,6 +14,7 @@ from expert_models import EXPERT_MODELS, published, tiny
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.nn.utils.parametrize import register_parametrization
+from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, use_experts_implementation
 
 import maingrad.fsdp as fsdp
@@ -304,6 +305,17 @@ def test_classes_from_elsewhere_that_transformers_decorator_has_changed() -> Non
     (reason,) = convert_linears(with_experts_of(cls, "eager")).skipped.values()
     assert "Elsewhere runs experts_implementation='eager'" in reason
     assert_converted_experts_are_as_before(with_experts_of(cls, "grouped_mm"))
+
+
+def test_functions_of_another_registry_compute_something_else() -> None:
+    """Transformers' own experts in 8 bits have such a one, with the same names."""
+    use_experts_implementation(
+        cls := type("In8Bits", (Elsewhere,), {"forward": Elsewhere.forward}),
+        experts_interface=ALL_FP8_EXPERTS_FUNCTIONS,
+    )
+    model = with_experts_of(cls, "grouped_mm")
+    assert "model.layers.0.mlp.experts" not in convert_linears(model).converted
+    assert type(model.model.layers[0].mlp.experts) is cls
 
 
 def test_a_gate_of_the_classs_own_is_called() -> None:

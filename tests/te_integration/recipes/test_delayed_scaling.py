@@ -220,6 +220,23 @@ def test_microbatches_share_scales_and_leave_the_largest_amax() -> None:
             assert torch.equal(found[name][-1], torch.stack([each[name][-1] for each in alone]).amax(0)), name
 
 
+def test_a_forward_ahead_of_the_iterations_end_counts_where_its_backward_is() -> None:
+    model = DistributedDataParallel(towers())
+    iterate(model, [1])
+    with autocast(recipe=RECIPE):
+        y, ahead = (model(batch(seed)) for seed in (2, 9))
+    y.float().square().sum().backward()
+    model.finish_grad_sync()
+    model.zero_grad()
+    of_the_first = scaling(model.module)
+    ahead.float().square().sum().backward()
+    model.finish_grad_sync()
+    found = scaling(model.module)
+    for name, before in of_the_first.items():
+        if "history" in name:
+            assert not torch.equal(found[name], before), name
+
+
 @pytest.mark.parametrize("how", ["no_grad", "eval", "inference"])
 def test_evaluation_leaves_the_state_alone(how: str) -> None:
     model = DistributedDataParallel(towers())

@@ -91,6 +91,7 @@ def test_what_weights_and_biases_is_given(tmp_path: Path, monkeypatch: pytest.Mo
         (tracker,) = trackers_of(config, resumed_at)
         tracker.add("step", {"step": 5, "loss": 2.0, "skipped": True, "what": "text"})
         tracker.add("note", {"step": 5, "loss": 2.0})
+        tracker.add("final", {"step": 6, "peak_memory_bytes": 4321, "validation_loss": None})
         tracker.close()
         (_, settings), *rest = calls
         assert settings.pop("config")["logging.wandb_project"] == "tiny"
@@ -102,7 +103,11 @@ def test_what_weights_and_biases_is_given(tmp_path: Path, monkeypatch: pytest.Mo
             "id": known,
             "resume": "allow" if known else None,
         }
-        assert rest == [("log", (5, {"train/loss": 2.0, "step": 5})), ("finish", None)]
+        assert rest == [
+            ("log", (5, {"train/loss": 2.0, "step": 5})),
+            ("log", (6, {"final/peak_memory_bytes": 4321, "step": 6})),
+            ("finish", None),
+        ]
         assert (folder / "wandb_id").read_text() == f"{Run.id}\n"
 
 
