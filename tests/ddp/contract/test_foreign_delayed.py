@@ -13,6 +13,7 @@ from torch import nn
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig
 from maingrad.ddp.contract.module import listen_to_foreign_delays
 from maingrad.ddp.contract.record import GradRecord
+from maingrad.ddp.torch_internals import refuses_storage_reads
 from maingrad.fsdp import fully_shard
 from maingrad.te_integration import GroupedLinear, Linear, WgradQueue, delayed_wgrad
 
@@ -166,6 +167,8 @@ def test_a_weight_that_has_lost_its_mark_is_refused_by_name(provider: str, form:
 
     Fused under ``fully_shard``, its module may find the memory of ``main_grad`` freed.
     """
+    if provider == "fully_shard" and form.startswith("fused") and not refuses_storage_reads:
+        pytest.skip("this torch writes to freed memory, and the process may end")
     freed = "|the memory of the whole gradients .* was freed" if provider == "fully_shard" else ""
     bias = DELAYED_FORMS[form].get("bias_when", "no") != "no"
     model = nn.Sequential(nn.Linear(6, 6, bias=bias), ForeignDelayedLinear(6, 6, **DELAYED_FORMS[form]))

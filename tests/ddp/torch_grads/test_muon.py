@@ -45,6 +45,11 @@ def matrices(*shapes: tuple[int, ...]) -> list[Tensor]:
 def test_equals_torch_within_its_bf16(options: dict[str, Any]) -> None:
     """torch rounds iterations to bf16: its error against the exact iterations is up to 4 % here, ours below 1e-5."""
     params = matrices((24, 40), (40, 24), (24, 40), (32, 32))
+    if "adjust_lr_fn" in options:
+        try:
+            torch.optim.Muon(params, adjust_lr_fn=options["adjust_lr_fn"])
+        except ValueError as error:  # torch 2.11 knows fewer
+            pytest.skip(str(error))
     ours = stepped(lambda held: Muon(held, **options), params)
     theirs = stepped(lambda held: torch.optim.Muon(held, **options), params)
     for before, mine, other in zip(params, ours, theirs, strict=True):
