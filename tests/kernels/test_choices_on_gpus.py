@@ -64,11 +64,9 @@ class Gpu:
         return name, given, how
 
 
-_WITHOUT_FAKE = (
-    torch.ops.aten._scaled_mm.out,
-    torch.ops.aten.mm.dtype_out,  # torch 2.11's fake raises, and addmm's too
-    torch.ops.aten.addmm.dtype_out,
-)
+_WITHOUT_FAKE = [torch.ops.aten._scaled_mm.out]
+if torch.__version__ < (2, 14):  # seen with 2.11: their fakes raise
+    _WITHOUT_FAKE += [torch.ops.aten.mm.dtype_out, torch.ops.aten.addmm.dtype_out]
 
 
 class Operators(TorchDispatchMode):

@@ -218,6 +218,13 @@ def test_a_scale_has_the_sign_of_its_largest_element() -> None:
     assert largest == [128] * 4, "the code of 1"
 
 
+def coded_row(grad: Tensor) -> UpdateRow:
+    """A row before its first step: moments in 8 bits, a master of ones."""
+    moments = [torch.zeros_like(grad, dtype=torch.uint8) for _ in range(2)]
+    scales = [grad.new_zeros(-(-len(grad) // 256)) for _ in range(2)]
+    return UpdateRow(grad, *moments, grad.new_zeros(()), torch.ones_like(grad), None, None, *scales)
+
+
 @pytest.mark.parametrize("device", LAUNCHER_DEVICES)
 @pytest.mark.parametrize("size", [1.0, 3e-20])
 def test_kernels_have_the_references_codes_of_small_moments_of_equal_ones_and_of_none(device: str, size: float) -> None:
@@ -228,12 +235,7 @@ def test_kernels_have_the_references_codes_of_small_moments_of_equal_ones_and_of
     grad = size * torch.tensor([-1.0, 1.0, 0.5, -0.25]).repeat(150)
     grad[256:512] *= -1.0
     grad[512:] = 0.0
-    rows = []
-    for _ in range(2):
-        moments = [torch.zeros(600, dtype=torch.uint8, device=device) for _ in range(2)]
-        scales = [torch.zeros(3, device=device) for _ in range(2)]
-        step, master = torch.zeros((), device=device), torch.ones(600, device=device)
-        rows.append(UpdateRow(grad.to(device), *moments, step, master, None, None, *scales))
+    rows = [coded_row(grad.to(device)) for _ in range(2)]
     options = [AdamOptions(1e-3, 0.9, 0.999, 1e-30, 0.0)]
     for _ in range(2):
         TritonUpdate(rows[:1], "adamw", False)(options, None, None)
@@ -257,12 +259,7 @@ def test_kernels_have_the_references_codes_at_the_borders_of_decades(device: str
     ))  # fmt: skip
     # Blocks whose largest element is 1 have the scale 1.
     grad = torch.cat([torch.nn.functional.pad(each, (0, 256 - len(each)), value=1.0) for each in (near, -near, roots)])
-    rows = []
-    for _ in range(2):
-        moments = [torch.zeros(768, dtype=torch.uint8, device=device) for _ in range(2)]
-        scales = [torch.zeros(3, device=device) for _ in range(2)]
-        step, master = torch.zeros((), device=device), torch.ones(768, device=device)
-        rows.append(UpdateRow(grad.to(device), *moments, step, master, None, None, *scales))
+    rows = [coded_row(grad.to(device)) for _ in range(2)]
     options = [AdamOptions(1e-3, 0.0, 0.0, 1e-8, 0.0)]
     TritonUpdate(rows[:1], "adamw", False)(options, None, None)
     update_reference(rows[1:], options)
