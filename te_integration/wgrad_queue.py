@@ -182,13 +182,13 @@ class WgradQueue:
                     entry.drop()
 
     def _run_one(self, entry: DelayedWgrad) -> None:
-        self._retired = [retired for retired in self._retired if retired.in_use]
         entry.run()
         self._entries.remove(entry)
         if self.log is not None:
             self.log.append(RunRecord(entry.pending.owner, entry.pending.microbatch, _bucket_of(entry)))
-        if entry.in_use:
-            self._retired.append(entry)
+        # Not before run(): only by waiting for the backward does another stream join its capture, if there is one. Until
+        # then nothing on this stream tells that no event may be asked.
+        self._retired = [each for each in (*self._retired, entry) if each.in_use]
 
 
 Filling: TypeAlias = Callable[[], None] | None

@@ -112,7 +112,7 @@ def test_the_largest_magnitude_is_that_of_the_matrix_alone(device: str, monkeypa
 @pytest.mark.parametrize("device", LAUNCHER_DEVICES)
 def test_a_recorded_amax_only_grows_and_knows_no_nan(device: str) -> None:
     spec, scale = SPECS["current"], torch.tensor(2.0, device=device)
-    found, expected = torch.zeros(4, device=device)[1], torch.zeros(())
+    found, expected = torch.zeros(4, device=device)[1], torch.zeros((), device=device)
     for value in (-2.0, 1.0, torch.nan, 3.0):
         x = torch.full((2, 3), 0.5, device=device).bfloat16()
         x[1, 2] = value

@@ -128,6 +128,8 @@ def test_a_graphed_step_may_drain_on_another_stream() -> None:
                 loss = ddp(x).float().square().mean()
             loss.backward()
             with torch.cuda.stream(side):
+                # The host is ahead: from the steps before the capture, the queue keeps operands that are still read.
+                torch.cuda._sleep(20_000_000)
                 queue.drain()
             optimizer.step()
             optimizer.zero_grad()

@@ -19,13 +19,22 @@ class Device:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.events: list[tuple[Any, ...]] = []
         self.current = self.stream("producer")
-        self.finished = self.captures = False
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.captures)
+        self.finished = self.captures = False  # a capture has begun on the producing stream; others join by waiting
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.current.is_captured())
         monkeypatch.setattr(torch.cuda, "current_stream", lambda _: self.current)
         monkeypatch.setattr(torch.cuda, "Event", self.event)
 
     def stream(self, name: str) -> Any:
-        return SimpleNamespace(name=name, wait_stream=lambda other: self.events.append((name, "waits for", other.name)))
+        awaited: list[Any] = []
+
+        def wait_stream(other: Any) -> None:
+            self.events.append((name, "waits for", other.name))
+            awaited.append(other)
+
+        def is_captured() -> bool:
+            return self.captures and (name == "producer" or any(other.is_captured() for other in awaited))
+
+        return SimpleNamespace(name=name, wait_stream=wait_stream, is_captured=is_captured)
 
     def event(self) -> Any:
         def query() -> bool:
