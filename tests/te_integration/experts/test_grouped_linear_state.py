@@ -247,6 +247,7 @@ def test_copies_keep_delaying_into_queues_of_their_own(form: dict[str, bool], ho
 @pytest.mark.parametrize("form", BOTH, ids=["discrete", "packed"])
 def test_from_the_meta_device(form: dict[str, bool]) -> None:
     module = make(device="meta", delay_wgrad_compute=True, fuse_wgrad_accumulation=True, **form)
+    assert all(parameter.is_meta for parameter in module.parameters())
     module.to_empty(device="cpu")
     for parameter in module.parameters():
         parameter.data.fill_(torch.nan)

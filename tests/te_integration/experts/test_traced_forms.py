@@ -174,6 +174,26 @@ def test_what_a_graph_cannot_hold_is_a_break(what: str) -> None:
         torch.testing.assert_close(inside, eager)
 
 
+@pytest.mark.parametrize("memory", [("out",), ("grad_input",), ("out", "grad_input")])
+def test_a_break_takes_all_arguments_along(memory: tuple[str, ...]) -> None:
+    """The caller's memory, which no graph writes, and the scales of the biases."""
+    places = {"out": torch.full((ROWS, 5), torch.nan), "grad_input": torch.full((ROWS, 8), torch.nan)}
+    found = []
+    for mode, given in ((traced, {name: places[name] for name in memory}), (contextlib.nullcontext, {})):
+        torch.manual_seed(0)
+        module: Any = MODULES["scaled biases"]()
+        x, splits, scales = arguments_of(module)
+        x.requires_grad_()
+        with mode() as broken:
+            y = module(x, splits, scales, **given)
+        assert broken == (["GroupedLinear._forward"] if given else None)
+        y.square().sum().backward()
+        found.append({"out": y.detach(), "grad_input": x.grad})
+    for name, expected in found[1].items():
+        assert torch.equal(found[0][name], expected)
+        assert name not in memory or torch.equal(places[name], expected)
+
+
 def test_a_dispatcher_of_one_process_changes_nothing() -> None:
     found = []
     for transport in (None, {}, CAPACITY):
