@@ -153,6 +153,8 @@ def test_what_does_not_fit_is_named() -> None:
             ScaledSwiGLU()(given, of_rows)
     with pytest.raises(ValueError, match="ScaledSwiGLU does not support glu_interleave_size=32"):
         ScaledSwiGLU(32)
+    with pytest.raises(ValueError, match="ScaledClampedQGeGLU does not support glu_interleave_size=32"):
+        ScaledClampedQGeGLU(32)
     with pytest.raises(ValueError, match="test needs a gated activation"):
         glu_options("test", "gelu")
     with pytest.raises(ValueError, match="unknown activation 'swigl'"):

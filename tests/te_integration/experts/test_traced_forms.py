@@ -220,6 +220,16 @@ def test_both_ways_break_where_one_does(why: str) -> None:
     assert order == ["shared", "half"] and y.eq(1).all()
 
 
+def test_a_dispatcher_that_is_gone_before_the_backward_is_missed_by_name() -> None:
+    sender, x = TokenDispatcher(4, WORLD_OF_ONE, **CAPACITY), torch.ones(ROWS, 8, requires_grad=True)
+    with traced():
+        rows, _, _, sent = sender.dispatch(x, torch.arange(ROWS)[:, None] % 4, torch.rand(ROWS, 1))
+        loss = sender.combine(rows, sent).sum()
+    del sender, sent
+    with pytest.raises(RuntimeError, match="a TokenDispatcher was freed between its compiled forward and the backward"):
+        loss.backward()
+
+
 def test_rows_travel_in_8_bits_where_the_program_asks_for_it_alone() -> None:
     x, ids, probs = torch.full((ROWS, 128), 1.0 + 2.0**-7), torch.arange(ROWS)[:, None] % 4, torch.ones(ROWS, 1)
     x[:, 0] = 1.0

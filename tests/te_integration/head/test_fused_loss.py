@@ -402,7 +402,11 @@ def test_a_forward_that_raised_leaves_the_head_as_it_was() -> None:
     head = model.module.get_output_embeddings()
     with pytest.raises(MemoryError), head.deferring():  # as in a wrapper that takes the loss itself
         raise MemoryError
-    logits = head(torch.randn(3, head.in_features))
-    assert type(logits) is Tensor
+    hidden = torch.randn(3, head.in_features)
+    assert type(head(hidden)) is Tensor
+    with head.deferring():
+        for _ in range(2):
+            assert not isinstance(head(hidden), Tensor)
+            model(**batch(0))  # leaves what the program has asked for
     found = iteration(model, batch(0))
     assert_alike(found, iteration(wrapped(), batch(0)))
