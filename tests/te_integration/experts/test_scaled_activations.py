@@ -160,7 +160,7 @@ def test_what_does_not_fit_is_named() -> None:
     with pytest.raises(ValueError, match="unknown activation 'swigl'"):
         glu_options("test", "swigl")
     with pytest.raises(ValueError, match="glu_linear_offset is of clamped_swiglu alone"):
-        glu_options("test", "swiglu", {"glu_linear_offset": 1.0})
+        glu_options("test", "swiglu", {"glu_linear_offset": 0.0})
     with pytest.raises(ValueError, match="only clamped_swiglu takes any"):
         glu_options("test", "swiglu", {"limit": 1.0})
 

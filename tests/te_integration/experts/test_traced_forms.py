@@ -230,6 +230,22 @@ def test_a_dispatcher_that_is_gone_before_the_backward_is_missed_by_name() -> No
         loss.backward()
 
 
+@pytest.mark.parametrize("transport", [{}, CAPACITY], ids=["the host", "capacity"])
+def test_a_queue_of_the_experts_own_fills_the_waits(transport: dict[str, Any]) -> None:
+    """No graph holds that: the forward is a graph break."""
+    for mode in (contextlib.nullcontext, traced):
+        experts, queue = dispatching(transport), WgradQueue(fill_waits=True)
+        kept, experts.wgrad_queue = DistributedDataParallel(experts), queue
+        x, *others = arguments_of(experts)
+        with mode() as broken:
+            y = experts(x.requires_grad_(), *others)
+        assert (broken or []) == (["FusedExperts.forward"] if mode is traced else [])
+        y.sum().backward()
+        assert len(queue) == 1, "of two: the other was computed on the rows' way back"
+        queue.drain()
+        kept.finish_grad_sync()
+
+
 def test_rows_travel_in_8_bits_where_the_program_asks_for_it_alone() -> None:
     x, ids, probs = torch.full((ROWS, 128), 1.0 + 2.0**-7), torch.arange(ROWS)[:, None] % 4, torch.ones(ROWS, 1)
     x[:, 0] = 1.0

@@ -288,8 +288,9 @@ def test_other_losses_stay_and_the_report_says_why() -> None:
             return x
 
     assert convert_linears(Headless(), fused_loss=True).unfused_losses == {}, "no language model"
-    with pytest.raises(ValueError, match="fused_loss is True, False or one of recompute, in_forward; got 'always'"):
-        convert_linears(inside, fused_loss="always")  # type: ignore[arg-type]
+    for wrong in ("always", None):
+        with pytest.raises(ValueError, match=f"is True, False or one of recompute, in_forward; got {wrong!r}"):
+            convert_linears(inside, fused_loss=wrong)  # type: ignore[arg-type]
 
 
 def test_autocast_and_bf16_follow_the_plain_model() -> None:
