@@ -459,6 +459,12 @@ def test_second_derivatives_are_refused() -> None:
         torch.autograd.grad(y.sum(), case.x, create_graph=True)
 
 
+def test_transforms_of_functions_are_refused() -> None:
+    module, case = make(4, name="fc1"), case_of(*SPLITS["uneven"])
+    with pytest.raises(RuntimeError, match=r"fc1.*torch\.func"):
+        torch.func.grad(lambda x: module(x, case.splits).sum())(case.x.detach())
+
+
 # ---- Any splits, any sizes, any experts frozen. ----
 
 

@@ -96,7 +96,7 @@ def test_it_says_what_it_is() -> None:
     text = repr(make(fuse_wgrad_accumulation=True, single_grouped_weight=True))
     for part in ("num_gemms=3", "in_features=4", "out_features=5", "fuse_wgrad_accumulation=True", "bias=True"):
         assert part in text
-    assert "single_grouped_weight=True, single_grouped_bias=False" in text
+    assert "bias=True, scale_bias=False, single_grouped_weight=True, single_grouped_bias=False" in text
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
@@ -145,6 +145,8 @@ def test_inputs_that_do_not_fit_are_refused() -> None:
     module, splits = make(name="layers.7"), [2, 2, 2]
     with pytest.raises(ValueError, match=r"layers.7 takes 4 features in the last dim, got \(6, 5\)"):
         module(torch.randn(6, K + 1), splits)
+    with pytest.raises(ValueError, match=r"takes 4 features in the last dim, got \(0, 5\)"):
+        module(torch.randn(0, K + 1), [0, 0, 0])
     with pytest.raises(ValueError, match=r"layers.7: the input is torch.bfloat16 and the parameters torch.float32"):
         module(torch.randn(6, K).bfloat16(), splits)
     module.weight1.data = module.weight1.data.half()
@@ -247,6 +249,7 @@ def test_copies_keep_delaying_into_queues_of_their_own(form: dict[str, bool], ho
 @pytest.mark.parametrize("form", BOTH, ids=["discrete", "packed"])
 def test_from_the_meta_device(form: dict[str, bool]) -> None:
     module = make(device="meta", delay_wgrad_compute=True, fuse_wgrad_accumulation=True, **form)
+    assert all(parameter.is_meta for parameter in module.parameters())
     module.to_empty(device="cpu")
     for parameter in module.parameters():
         parameter.data.fill_(torch.nan)

@@ -283,7 +283,9 @@ def test_copies_and_pickles_compute_the_same(layout: str) -> None:
     for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
         assert torch.equal(run(other, batch_of([2, 0, 3, 1])), expected)
         assert other.wgrad_queue is not module.wgrad_queue
-    meta = make_experts(device="meta", **LAYOUTS[layout]).to_empty(device="cpu")
+    meta = make_experts(device="meta", **LAYOUTS[layout])
+    assert all(parameter.is_meta for parameter in meta.parameters())
+    meta.to_empty(device="cpu")
     meta.load_state_dict(module.state_dict())
     assert torch.equal(meta(batch.x, batch.splits, batch.probs), expected)
 

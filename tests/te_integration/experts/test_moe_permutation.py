@@ -172,3 +172,14 @@ def test_rows_that_nothing_uses_bring_no_gradient():
     _, row_probs, _ = moe_permute_with_probs(x, probs, choices(3, 4, 2), 4)
     row_probs.sum().backward()
     assert x.grad is None and probs.grad.eq(1).all()
+
+
+def test_transforms_of_functions_are_refused_by_name():
+    x, ids = torch.ones(3, 2), choices(3, 4, 2)
+    rows, sorting = moe_permute(x, ids, 4)
+    for name, function, tensor in (
+        ("moe_permute", lambda x: moe_permute(x, ids, 4)[0].sum(), x),
+        ("moe_unpermute", lambda rows: moe_unpermute(rows, sorting).sum(), rows),
+    ):
+        with pytest.raises(RuntimeError, match=f"{name} has no rules for torch.func's transforms"):
+            torch.func.grad(function)(tensor)

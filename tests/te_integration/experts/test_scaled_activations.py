@@ -153,12 +153,14 @@ def test_what_does_not_fit_is_named() -> None:
             ScaledSwiGLU()(given, of_rows)
     with pytest.raises(ValueError, match="ScaledSwiGLU does not support glu_interleave_size=32"):
         ScaledSwiGLU(32)
+    with pytest.raises(ValueError, match="ScaledClampedQGeGLU does not support glu_interleave_size=32"):
+        ScaledClampedQGeGLU(32)
     with pytest.raises(ValueError, match="test needs a gated activation"):
         glu_options("test", "gelu")
     with pytest.raises(ValueError, match="unknown activation 'swigl'"):
         glu_options("test", "swigl")
     with pytest.raises(ValueError, match="glu_linear_offset is of clamped_swiglu alone"):
-        glu_options("test", "swiglu", {"glu_linear_offset": 1.0})
+        glu_options("test", "swiglu", {"glu_linear_offset": 0.0})
     with pytest.raises(ValueError, match="only clamped_swiglu takes any"):
         glu_options("test", "swiglu", {"limit": 1.0})
 

@@ -174,6 +174,26 @@ def test_what_a_graph_cannot_hold_is_a_break(what: str) -> None:
         torch.testing.assert_close(inside, eager)
 
 
+@pytest.mark.parametrize("memory", [("out",), ("grad_input",), ("out", "grad_input")])
+def test_a_break_takes_all_arguments_along(memory: tuple[str, ...]) -> None:
+    """The caller's memory, which no graph writes, and the scales of the biases."""
+    places = {"out": torch.full((ROWS, 5), torch.nan), "grad_input": torch.full((ROWS, 8), torch.nan)}
+    found = []
+    for mode, given in ((traced, {name: places[name] for name in memory}), (contextlib.nullcontext, {})):
+        torch.manual_seed(0)
+        module: Any = MODULES["scaled biases"]()
+        x, splits, scales = arguments_of(module)
+        x.requires_grad_()
+        with mode() as broken:
+            y = module(x, splits, scales, **given)
+        assert broken == (["GroupedLinear._forward"] if given else None)
+        y.square().sum().backward()
+        found.append({"out": y.detach(), "grad_input": x.grad})
+    for name, expected in found[1].items():
+        assert torch.equal(found[0][name], expected)
+        assert name not in memory or torch.equal(places[name], expected)
+
+
 def test_a_dispatcher_of_one_process_changes_nothing() -> None:
     found = []
     for transport in (None, {}, CAPACITY):
@@ -198,6 +218,32 @@ def test_both_ways_break_where_one_does(why: str) -> None:
         y = sender.combine(rows, sent, meanwhile=lambda: order.append("half"))
     assert broken == ["TokenDispatcher.dispatch", "TokenDispatcher.combine"]
     assert order == ["shared", "half"] and y.eq(1).all()
+
+
+def test_a_dispatcher_that_is_gone_before_the_backward_is_missed_by_name() -> None:
+    sender, x = TokenDispatcher(4, WORLD_OF_ONE, **CAPACITY), torch.ones(ROWS, 8, requires_grad=True)
+    with traced():
+        rows, _, _, sent = sender.dispatch(x, torch.arange(ROWS)[:, None] % 4, torch.rand(ROWS, 1))
+        loss = sender.combine(rows, sent).sum()
+    del sender, sent
+    with pytest.raises(RuntimeError, match="a TokenDispatcher was freed between its compiled forward and the backward"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("transport", [{}, CAPACITY], ids=["the host", "capacity"])
+def test_a_queue_of_the_experts_own_fills_the_waits(transport: dict[str, Any]) -> None:
+    """No graph holds that: the forward is a graph break."""
+    for mode in (contextlib.nullcontext, traced):
+        experts, queue = dispatching(transport), WgradQueue(fill_waits=True)
+        kept, experts.wgrad_queue = DistributedDataParallel(experts), queue
+        x, *others = arguments_of(experts)
+        with mode() as broken:
+            y = experts(x.requires_grad_(), *others)
+        assert (broken or []) == (["FusedExperts.forward"] if mode is traced else [])
+        y.sum().backward()
+        assert len(queue) == 1, "of two: the other was computed on the rows' way back"
+        queue.drain()
+        kept.finish_grad_sync()
 
 
 def test_rows_travel_in_8_bits_where_the_program_asks_for_it_alone() -> None:

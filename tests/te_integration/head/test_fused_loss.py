@@ -188,7 +188,8 @@ def test_logits_are_refused_once_the_weight_may_have_changed() -> None:
     with pytest.raises(RuntimeError, match="read after a backward"):
         F.cross_entropy(kept.logits.view(-1, VOCABULARY), batch()["labels"].view(-1))
     model.zero_grad_buffer()
-    for change in (model.finish_grad_sync, lambda: model.module.lm_head.weight.sum().backward()):
+    weight = model.module.lm_head.weight
+    for change in (model.finish_grad_sync, lambda: weight.sum().backward(), lambda: nn.init.zeros_(weight)):
         outputs = model(**batch())
         change()  # a step may follow, or have followed
         with pytest.raises(RuntimeError, match="read after a backward"):
@@ -288,8 +289,9 @@ def test_other_losses_stay_and_the_report_says_why() -> None:
             return x
 
     assert convert_linears(Headless(), fused_loss=True).unfused_losses == {}, "no language model"
-    with pytest.raises(ValueError, match="fused_loss is True, False or one of recompute, in_forward; got 'always'"):
-        convert_linears(inside, fused_loss="always")  # type: ignore[arg-type]
+    for wrong in ("always", None):
+        with pytest.raises(ValueError, match=f"is True, False or one of recompute, in_forward; got {wrong!r}"):
+            convert_linears(inside, fused_loss=wrong)  # type: ignore[arg-type]
 
 
 def test_autocast_and_bf16_follow_the_plain_model() -> None:
@@ -402,7 +404,11 @@ def test_a_forward_that_raised_leaves_the_head_as_it_was() -> None:
     head = model.module.get_output_embeddings()
     with pytest.raises(MemoryError), head.deferring():  # as in a wrapper that takes the loss itself
         raise MemoryError
-    logits = head(torch.randn(3, head.in_features))
-    assert type(logits) is Tensor
+    hidden = torch.randn(3, head.in_features)
+    assert type(head(hidden)) is Tensor
+    with head.deferring():
+        for _ in range(2):
+            assert not isinstance(head(hidden), Tensor)
+            model(**batch(0))  # leaves what the program has asked for
     found = iteration(model, batch(0))
     assert_alike(found, iteration(wrapped(), batch(0)))

@@ -116,6 +116,25 @@ def test_a_layer_that_skips_a_microbatch_does_not_run_anothers_wgrad_early(lag):
     assert wgrads == {0: ("sometimes", "always"), 1: ("always",), 2: ("sometimes", "always")}
 
 
+def test_a_module_may_delay_the_gradient_of_a_weight_that_another_holds():
+    class Delaying(nn.Module):
+        """It has no parameters of its own, and what holds the weight does not delay."""
+
+        def __init__(self):
+            super().__init__()
+            self.held = nn.Linear(WIDTH, WIDTH, bias=False)
+            self.others = [DelayingLinear(WIDTH, WIDTH, bias=False)]
+            self.others[0].weight = self.held.weight
+            self.need_backward_dw, self.backward_dw = self.others[0].need_backward_dw, self.others[0].backward_dw
+
+        def forward(self, x):
+            return self.others[0](x)
+
+    executor = ScheduleExecutor(parse_order([1, 1, -1, -1, -1.5, -1.5]), [Delaying()])
+    executor.run(batches(2), loss_of)
+    assert [record.modules for record in executor.records] == [("Delaying",)] * 6
+
+
 @pytest.mark.parametrize("make_linear", [stand_in, unfused])
 def test_a_layer_used_twice_in_a_forward_runs_both_in_one_slot(make_linear):
     torch.manual_seed(0)

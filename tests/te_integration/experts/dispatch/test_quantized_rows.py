@@ -11,7 +11,7 @@ from gloo import run_ranks
 from sharded_on_gpus import nccl
 from torch import Tensor
 
-from maingrad.kernels.quantized import Element, Quantized, QuantSpec, quantize_both
+from maingrad.kernels.quantized import Element, Quantized, QuantSpec, ScaleForm, quantize_both
 from maingrad.launch import simulate
 from maingrad.te_integration import (
     Float8BlockScaling,
@@ -23,6 +23,7 @@ from maingrad.te_integration import (
     autocast,
 )
 from maingrad.te_integration.experts.dispatch import quantized_rows
+from maingrad.te_integration.experts.dispatch.quantized_rows import row_spec
 from maingrad.te_integration.recipes import Operand
 
 DIM, EXPERTS = 160, 4
@@ -94,6 +95,21 @@ def test_ranks_whose_kernels_pad_and_ranks_whose_do_not(monkeypatch: pytest.Monk
     found = simulate(run, 2, Float8BlockScaling(), {"quantize_rows": True})
     for each, same in zip(found, expected, strict=True):
         assert all(map(torch.equal, each, same))
+
+
+def test_what_would_not_survive_the_way_is_not_quantised_for_it() -> None:
+    """Scales of several rows or of any value, and elements that are drawn: the experts would find others."""
+
+    def changed(**changes: Any) -> Any:
+        class Changed(Float8BlockScaling):
+            def spec(self, operand: Operand, *, columns: bool) -> QuantSpec:
+                return replace(super().spec(operand, columns=columns), **changes)
+
+        return Changed()
+
+    assert row_spec(changed(), "input") is not None
+    for changes in ({"block": (128, 128)}, {"block": None}, {"scale": ScaleForm.FP32}, {"stochastic": True}):
+        assert row_spec(changed(**changes), "input") is None, changes
 
 
 @pytest.mark.parametrize("recipe", [None, Float8CurrentScaling(), NVFP4BlockScaling()])
