@@ -186,8 +186,8 @@ class WgradQueue:
         self._entries.remove(entry)
         if self.log is not None:
             self.log.append(RunRecord(entry.pending.owner, entry.pending.microbatch, _bucket_of(entry)))
-        # Not before run(): only by waiting for the backward does another stream join its capture, if there is one. Until
-        # then nothing on this stream tells that no event may be asked.
+        # Not before run(): another stream joins the backward's capture, if there is one, by waiting for the backward.
+        # Until then nothing on this stream tells that no event may be asked.
         self._retired = [each for each in (*self._retired, entry) if each.in_use]
 
 
