@@ -64,6 +64,8 @@ def test_extra_inputs_go_to_those_that_take_them_in_order() -> None:
     assert nested.num_extra_inputs == 3
     assert torch.equal(nested(x, a, b, c), ((x * a + b).tanh() + c).tanh())
     assert torch.equal(Sequential()(x), x)
+    adds = AddTo()
+    assert torch.equal(Sequential(adds, nn.Tanh(), adds)(x, a, b), (x + a).tanh() + b), "one module twice"
 
 
 @pytest.mark.parametrize(

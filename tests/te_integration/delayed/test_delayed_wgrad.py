@@ -413,6 +413,7 @@ def test_split_parameters_get_their_slices() -> None:
         ({"parameters_split": ("q", "k", "v", "w", "z")}, ValueError, "8 output features do not divide into 5"),
         ({"parameters_split": {"q": 3, "k": 4}}, ValueError, "do not add up to 8"),
         ({"parameters_split": ("q", "q_")}, ValueError, "name each slice differently"),
+        ({"parameters_split": ("q_", "q__")}, ValueError, "name each slice differently"),
         ({"parameters_split": "qkv"}, ValueError, "must name one or more slices"),
         ({"parameters_split": ()}, ValueError, "must name one or more slices"),
         ({"parameters_split": ("q", "_")}, ValueError, "name each slice differently"),

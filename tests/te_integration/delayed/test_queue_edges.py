@@ -155,6 +155,16 @@ def test_a_step_over_what_is_pending_is_refused(own: bool) -> None:
     optimizer.step()
 
 
+def test_a_module_with_a_queue_of_its_own_keeps_it_in_a_block() -> None:
+    own, other, queue = Linear(8, 8, delay_wgrad_compute=True), Linear(8, 8), WgradQueue()
+    for count in (1, 2):
+        pending_in(queue, nn.Sequential(own, other))
+        assert (len(own.wgrad_queue), len(queue)) == (count, count)
+    assert queue.pending_microbatches == [0, 1] and set(queue.pending_owners) == {other.describe()}
+    queue.drain()
+    own.wgrad_queue.drain()
+
+
 def test_a_queue_that_nobody_keeps_is_gone_and_what_it_lacked_is_said() -> None:
     layer, queue = Linear(8, 8, name="layer"), WgradQueue()
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)

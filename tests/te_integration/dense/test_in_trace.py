@@ -199,6 +199,7 @@ def test_what_a_graph_cannot_hold_is_a_break() -> None:
     with delayed_wgrad(queue):
         assert breaks(layer, x) == 1
         assert breaks(Linear(K, N, **FUSED), x) == 1, "without a provider what is delayed is checked in eager code"
+    assert breaks(Linear(K, N, delay_wgrad_compute=True), x) == 1, "into a queue of its own too"
     with torch.no_grad():
         assert breaks(layer, x) == 0
     with patch.object(compiled_wgrad, "is_compiled_autograd_on", lambda: True):
@@ -298,6 +299,29 @@ def test_beside_a_frozen_slice_the_others_are_fused(mode: Any) -> None:
     assert {record.name: record.num_fused_writes for record in ddp.records}["key_weight"] == 1
     torch.testing.assert_close(layer.key_weight.main_grad, inputs(0).detach().view(-1, K).sum(0).expand(16, K))
     assert layer.query_weight.grad is None
+
+
+@pytest.mark.parametrize("name", ["query_weight", "key_weight"])
+def test_one_slice_decides_for_all_how_their_product_runs(name: str) -> None:
+    layers: list[Any] = [LAYERS["split"]() for _ in range(3)]
+    hooked, of_others, computed = layers
+    ddp = wrap(hooked)
+    hooked.get_parameter(name).register_hook(lambda grad: 3 * grad)
+    of_others.get_parameter(name).main_grad = torch.zeros_like(of_others.get_parameter(name))
+    nn.utils.parametrize.register_parametrization(computed, name, nn.Identity())
+    breaks = []
+    for layer in layers:
+        with traced() as broken:
+            output = layer(inputs(0))
+        breaks.append(len(broken))
+        if layer is hooked:
+            output.sum().backward()
+            ddp.finish_grad_sync()
+    assert breaks == [0, 1, 1]
+    expected = inputs(0).detach().view(-1, K).sum(0)
+    for each in ("query_weight", "key_weight"):
+        found = hooked.get_parameter(each).main_grad
+        torch.testing.assert_close(found, (expected * (3 if each == name else 1)).expand_as(found))
 
 
 def test_a_frozen_weight_that_is_stored_transposed() -> None:

@@ -270,6 +270,20 @@ def test_arguments_that_cannot_take_effect_are_refused(
     LayerNormLinear(FEATURES, FEATURES, 1e-6, sequence_parallel=False, tp_size=1)
 
 
+@pytest.mark.parametrize("original", [False, True])
+def test_under_autocast_the_normalised_input_is_kept_in_the_dtype_that_the_program_says(original: bool) -> None:
+    kept: list[Tensor] = []
+    layer = LayerNormLinear(FEATURES, 4, fuse_wgrad_accumulation=True, save_original_input=original)
+    ddp, x = wrap(layer), batch()
+    with (
+        torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t),
+        torch.autocast("cpu", torch.bfloat16),
+    ):
+        y = ddp(x)
+    y.float().sum().backward()
+    assert (torch.bfloat16 in {t.dtype for t in kept if t.shape == x.shape}) is not original
+
+
 def test_errors_name_the_layer() -> None:
     layer = LayerNormLinear(FEATURES, 4, fuse_wgrad_accumulation=True)
     with pytest.raises(

@@ -10,7 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig
-from maingrad.te_integration import Float8CurrentScaling, GroupedLinear, Linear, Recipe, autocast
+from maingrad.te_integration import (
+    Float8CurrentScaling,
+    GroupedLinear,
+    LayerNormLinear,
+    LayerNormMLP,
+    Linear,
+    Recipe,
+    autocast,
+)
 from maingrad.te_integration.dense.compiled_wgrad import handle_of
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -193,6 +201,29 @@ def test_what_transformer_engine_has_and_this_layer_lacks_is_refused_by_name() -
         Linear(4, 4, ub_overlap_ag=True)
     with pytest.raises(TypeError, match="Linear has no argument 'activation'"):
         Linear(4, 4, activation="gelu")
+
+
+def test_a_layer_shows_its_sizes_and_where_weight_gradients_go() -> None:
+    fused, delayed, neither = (
+        f"fuse_wgrad_accumulation={fuse}, delay_wgrad_compute={delay}"
+        for fuse, delay in ((True, False), (False, True), (False, False))
+    )
+    shown: list[tuple[Any, str]] = [
+        (Linear(4, 3, delay_wgrad_compute=True), f"in_features=4, out_features=3, {delayed}, bias=True"),
+        (Linear(4, 3, bias=False), f"in_features=4, out_features=3, {neither}, bias=False"),
+        (
+            LayerNormLinear(4, 6, parameters_split=("q", "k"), fuse_wgrad_accumulation=True),
+            f"in_features=4, out_features=6, normalization=LayerNorm, {fused}, bias=True",
+        ),
+        (
+            LayerNormMLP(4, 8, normalization="RMSNorm", activation="silu", bias=False, checkpoint=True),
+            f"hidden_size=4, ffn_hidden_size=8, normalization=RMSNorm, activation=silu, {neither}, bias=False, "
+            f"checkpoint=True",
+        ),
+        (LayerNormMLP(4, 8), f"activation=gelu, {neither}, bias=True, checkpoint=False"),
+    ]
+    for layer, text in shown:
+        assert text in repr(layer)
 
 
 def test_a_layer_without_features_begins_with_zeros() -> None:

@@ -435,8 +435,8 @@ def test_arguments_that_do_not_fit_are_refused(make: Callable[[], Any], message:
 
 
 def refused_with_a_group(given: dict[str, Any]) -> None:
-    sizes = given.pop("sizes", (K, F))
-    Linear(*sizes, tp_group=dist.group.WORLD, **given)
+    sizes, kind = given.pop("sizes", (K, F)), given.pop("kind", Linear)
+    kind(*sizes, tp_group=dist.group.WORLD, **given)
 
 
 @pytest.mark.parametrize(
@@ -444,7 +444,12 @@ def refused_with_a_group(given: dict[str, Any]) -> None:
     [
         ({}, "say how a layer is cut that has a parallel_mode"),
         ({"parallel_mode": "row", "tp_size": 4}, "tp_size=4, and tp_group, .* has 2 rank"),
+        ({"parallel_mode": "row", "tp_size": 0}, "tp_size=0, and tp_group, .* has 2 rank"),
         ({"parallel_mode": "column", "sizes": (K, 7)}, r"weight \[7, 8\] does not divide over 2 ranks in dim 0"),
+        (
+            {"kind": LayerNormMLP, "set_parallel_mode": True, "activation": "swiglu", "sizes": (K, 7)},
+            r"fc1_weight \[14, 8\] does not divide over 2 ranks in dim 0",
+        ),
     ],
 )
 def test_what_does_not_fit_the_ranks_is_refused(given: dict[str, Any], message: str) -> None:

@@ -80,6 +80,20 @@ class CallsTorchs(nn.Embedding):
         return nn.Embedding.forward(self, tokens)
 
 
+class CallsAbove(CallsTorchs):
+    __module__ = "transformers.models.new"
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return 2 * super().forward(tokens)
+
+
+class AsksAbove(nn.Embedding):
+    __module__ = "transformers.models.new"
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return F.embedding(tokens, super().__getattr__("weight").abs())
+
+
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
@@ -88,9 +102,15 @@ class CallsTorchs(nn.Embedding):
         (lambda: ReadsItsWeight(7, 4), "ReadsItsWeight is a subclass of Embedding and may use its weight"),
         (lambda: Scaled(7, 4), "Scaled is a subclass of Embedding and may use its weight"),
         (lambda: WhisperPositionalEmbedding(7, 4), "WhisperPositionalEmbedding is a subclass of Embedding and may use"),
-        (lambda: CallsTorchs(7, 4), "CallsTorchs is a subclass of Embedding and may use its weight"),
+        *(
+            (lambda cls=cls: cls(7, 4), f"{cls.__name__} is a subclass of Embedding and may use its weight")
+            for cls in (CallsTorchs, CallsAbove, AsksAbove)
+        ),
     ],
-    ids=["sparse", "by frequency", "reads its weight", "a user's", "transformers' without super()", "calls torch's"],
+    ids=[
+        *("sparse", "by frequency", "reads its weight", "a user's", "transformers' without super()", "calls torch's"),
+        *("a class above calls torch's", "super() of another function"),
+    ],
 )
 def test_what_is_left_to_autograd_is_named(make: Any, reason: str) -> None:
     module = make()

@@ -144,20 +144,22 @@ def test_captured_graphs_of_autograd_are_freed():
     assert len(nodes) > len(calls) and not any(node() for node in nodes)
 
 
-def test_outputs_have_the_strides_of_eager_ones():
+@pytest.mark.parametrize("change", [torch.t, torch.Tensor.bfloat16])
+def test_outputs_have_the_strides_and_dtype_of_eager_ones(change):
     """Whatever memory of their shape and size is free."""
 
-    class Transposed(nn.Module):
+    class Changing(nn.Module):
         def forward(self, x):
-            return x.exp().t()
+            return change(x.exp())
 
-    layer = Transposed()
+    layer = Changing()
     for call in make_graphed_callables([layer], [(batch(rows=WIDTH),)] * 3, order=[1, -1] * 3):
         x = batch(1, rows=WIDTH)
         y = call(x)
-        assert y.stride() == layer(x).stride()
+        assert y.stride() == layer(x).stride() and y.dtype is layer(x).dtype
         assert torch.equal(y, layer(x))
         y.sum().backward()
+        assert torch.equal(x.grad, *torch.autograd.grad(layer(x).sum(), x))
 
 
 def test_a_gradient_in_memory_of_the_next_graph_may_be_transposed():
@@ -224,6 +226,27 @@ def test_what_an_eager_backward_has_delayed_before_comes_first():
     assert torch.equal(layer.weight.main_grad, torch.full((WIDTH, WIDTH), 3.0 * ROWS))
 
 
+def test_in_a_layer_of_which_a_part_delays_the_last_module_comes_first():
+    """Behind ``reset()`` too."""
+    parts = [linear(delay_wgrad_compute=delays, bias=False) for delays in (True, False, True)]
+    layer = nn.Sequential(*parts)
+    ddp, log = DistributedDataParallel(nn.ModuleList([layer])), []
+    for part in (parts[0], parts[2]):
+        part.register_wgrad_accumulation_and_reduce_hooks(lambda part=part: log.append(part))
+    (graphed,) = make_graphed_callables([layer], [(batch(),)])
+    found = []
+    for _ in range(2):
+        log.clear()
+        graphed(batch(1)).square().sum().backward()
+        graphed.backward_dw()
+        assert log == [parts[2], parts[0]] and not graphed.need_backward_dw()
+        ddp.finish_grad_sync()
+        found.append([part.weight.main_grad.clone() for part in parts])
+        ddp.zero_grad_buffer()
+        graphed.reset()
+    assert all(map(torch.equal, *found))
+
+
 def test_recomputed_uses_of_a_weight_are_one_backward_to_a_foreign_provider():
     """It asks for the first write of a backward to overwrite; each block of a reentrant checkpoint runs its own."""
     outcomes = []
@@ -256,12 +279,47 @@ def test_layers_of_a_chunk_may_return_lists():
     torch.manual_seed(0)
     layers = [InAList(), nn.Linear(WIDTH, WIDTH)]
     chunks = graphed_chunks(make_graphed_callables(layers, [(batch(),)] * 2, order=order), schedule)
-    assert torch.equal(chunks[0](batch(2)), layers[1](batch(2).tanh())), "without an executor"
+    for seed in (2, 3):
+        assert torch.equal(chunks[0](batch(seed)), layers[1](batch(seed).tanh())), "without an executor"
     for parts in (chunks, [layers]):
         losses += ScheduleExecutor(schedule, parts).run([batch(1)], lambda y, microbatch: y.square().sum())
     assert torch.equal(*losses)
     assert list(chunks[0].parameters()) == list(layers[1].parameters())
     assert [name for name, _ in chunks[0].named_parameters("block")] == ["block.1.weight", "block.1.bias"]
+
+
+def test_a_chunk_of_which_one_layer_delays():
+    order = [1, 1, -1, -1, -1.5, -1.5]
+    layers = [linear(delay_wgrad_compute=True, bias=False), linear(bias=False)]
+    ddp = DistributedDataParallel(nn.ModuleList(layers))
+    schedule = parse_order(order, num_layers_per_chunk=[2])
+    (chunk,) = graphed_chunks(make_graphed_callables(layers, [(batch(),)] * 4, order=order), schedule)
+    outputs = [chunk(batch(seed)) for seed in range(2)]
+    with ddp.no_sync():
+        for output in outputs:
+            output.square().sum().backward()
+    written = []
+    for _ in outputs:
+        assert chunk.need_backward_dw()
+        chunk.backward_dw()
+        written.append(layers[0].weight.main_grad.clone())
+    x = batch()
+    expected = torch.autograd.grad(layers[1](layers[0](x)).square().sum(), layers[0].weight)
+    assert not chunk.need_backward_dw(), "a microbatch each time"
+    torch.testing.assert_close(written[:1], [*expected])
+    ddp.finish_grad_sync()
+
+
+def test_a_layer_of_which_only_what_it_does_not_register_requires_a_gradient_has_a_forward():
+    factor = torch.full((WIDTH,), 2.0, requires_grad=True)
+
+    class Scaled(nn.Module):
+        def forward(self, x):
+            return x * factor
+
+    x = batch().detach()
+    (graphed,) = make_graphed_callables([Scaled()], [(x,)])
+    assert torch.equal(graphed(x + 1), 2 * (x + 1))
 
 
 def test_attributes_that_the_layer_has_are_set_there():

@@ -23,6 +23,7 @@ from maingrad.te_integration import (
     NVFP4BlockScaling,
     autocast,
     make_graphed_callables,
+    recipes,
 )
 from maingrad.te_integration.dense.quantized_linear import takes_recipe
 from maingrad.te_integration.recipes import amax_group_now
@@ -46,16 +47,22 @@ def test_blocks_nest() -> None:
         current = layer(x)
         with autocast(recipe=BLOCK):
             block = layer(x)
+            with autocast():
+                assert torch.equal(layer(x), current), "the default, whatever is around"
         with autocast(enabled=False):
             assert torch.equal(layer(x), plain)
         assert torch.equal(layer(x), current)
     with autocast():
-        assert torch.equal(layer(x), current)  # the default
+        assert torch.equal(layer(x), current)
     with autocast(enabled=False, recipe=CURRENT):
         assert torch.equal(layer(x), plain)
     assert torch.equal(layer(x), plain)
     assert not torch.equal(plain, current)
     assert not torch.equal(current, block)
+    assert not recipes.may_be_any, "compiled code asks no more"
+    layer.ignores_recipes = True
+    with autocast(recipe=CURRENT):
+        assert torch.equal(layer(x), plain)
 
 
 def test_a_block_has_its_own_amax_group() -> None:
@@ -278,6 +285,17 @@ def test_a_loss_scaler_sees_an_overflow(recipe: Any) -> None:
     scaler.update()
     assert torch.equal(layer.weight, before)
     assert scaler.get_scale() == 2.0**23
+
+
+@pytest.mark.parametrize("overflow", [float("inf"), -float("inf")])
+def test_an_overflow_in_fp16_is_seen_in_each_gradient(overflow: float) -> None:
+    layer, x = layer_of().half(), input_of().half().requires_grad_()
+    with autocast(recipe=CURRENT):
+        y = layer(x)
+    dy = torch.ones_like(y)
+    dy[2, 3] = overflow
+    y.backward(dy)
+    assert not any(grad.isfinite().all() for grad in (x.grad, layer.weight.grad, layer.bias.grad))
 
 
 @pytest.mark.parametrize("shape", [(64,), (8, 64), (2, 4, 64), (0, 64), (2, 0, 64)])

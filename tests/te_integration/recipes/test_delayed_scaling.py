@@ -749,7 +749,7 @@ def test_what_is_refused() -> None:
     for options in ({"amax_history_len": 0}, {"amax_compute_algo": "mean"}, {"amax_compute_algo": None}):
         with pytest.raises(ValueError, match=next(iter(options))):
             DelayedScaling(**options)  # type: ignore[arg-type]
-    for algorithm in (lambda history: history, lambda history: history[0, :1]):
+    for algorithm in (lambda history: history, lambda history: history[0, :1], lambda history: history[:1]):
         with pytest.raises(ValueError, match="must return"):
             iterate(DistributedDataParallel(towers()), [1], DelayedScaling(amax_compute_algo=algorithm))
     layer = Linear(32, 32, dtype=BF16)

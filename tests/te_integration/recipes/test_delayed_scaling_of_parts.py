@@ -316,9 +316,10 @@ def test_amaxes_are_reduced_over_the_group_of_the_block_alone(monkeypatch: pytes
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, op, group: reduced.append(group))
     for reduces in (True, False):
         recipe = DelayedScaling(amax_history_len=4, reduce_amax=reduces)
-        model = DistributedDataParallel(Linear(16, 16, dtype=BF16))
+        layers = nn.ModuleList(Linear(16, 16, dtype=BF16) for _ in range(2))
+        model = DistributedDataParallel(layers)
         with autocast(recipe=recipe, amax_reduction_group="some ranks"):
-            y = model(torch.ones(2, 16, dtype=BF16))
+            y = layers[1](torch.ones(2, 16, dtype=BF16))  # the first one does not run, and has scales
         y.float().sum().backward()
         model.finish_grad_sync()
         assert reduced == ["some ranks"]
