@@ -153,15 +153,15 @@ def global_in_the_body_of_a_class(model: nn.Module) -> Any:
 
 @seen
 def variable_that_is_assigned_later(model: nn.Module) -> Any:
+    def step() -> float:
+        return scale
+
     def assign() -> None:
         nonlocal scale
         scale = 0.5
 
-    def step() -> float:
-        return scale
-
-    scale = 1.0
-    del scale
+    if model is None:
+        scale = 1.0
     return step, assign
 
 
