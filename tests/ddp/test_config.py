@@ -38,10 +38,6 @@ SLIPS: dict[str, tuple[Callable[[Any], object], str]] = {
         lambda m: DistributedDataParallelConfig(bucket_size=1, overlap_grad_reduction=True),  # type: ignore[call-arg]
         "DistributedDataParallelConfig has no argument 'overlap_grad_reduction': it has overlap_grad_reduce$",
     ),
-    "a name that is like Python's own": (
-        lambda m: DistributedDataParallelConfig(sel=1),  # type: ignore[call-arg]
-        "no argument 'sel': it has grad_reduce_in_fp32, ",
-    ),
     "Megatron's field": (
         lambda m: DistributedDataParallelConfig(nccl_ub=True),  # type: ignore[call-arg]
         "no argument 'nccl_ub': write copy_engine_param_gather=True",
