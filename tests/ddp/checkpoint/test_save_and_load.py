@@ -618,6 +618,16 @@ def test_a_module_alone_is_saved_and_loaded_without_ranks(tmp_path: Path) -> Non
     assert other.head.weight is other.embed.weight
 
 
+def test_a_load_between_forward_and_backward_is_an_error_of_torchs(tmp_path: Path) -> None:
+    """As every other write: the backward would compute with weights that the forward has not seen."""
+    model = nn.Linear(2, 2)
+    save_checkpoint(tmp_path / "c", model)
+    loss = model(torch.ones(1, 2, requires_grad=True)).sum()
+    load_checkpoint(tmp_path / "c", model)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 # ---- Experts. ----
 
 

@@ -650,6 +650,13 @@ def memory_of_another_parameter(model: nn.Module) -> Any:
 
 
 @seen
+def parameter_of_another_module(model: nn.Module) -> Any:
+    other = nn.Linear(1, 1)
+    before = other.weight  # which stays alive
+    return lambda: other(torch.ones(1)), lambda: setattr(other, "weight", nn.Parameter(before * 2))
+
+
+@seen
 def forward_of_one_instance(model: nn.Sequential) -> Any:
     model[0].forward = lambda x: x * factor  # type: ignore[method-assign]
     return lambda: model(torch.ones(1, 2)), halve
@@ -676,6 +683,18 @@ class Scaled(nn.Module):
 def attribute_of_a_trained_module(model: nn.Sequential) -> Any:
     model.append(Scaled())
     return lambda: model(torch.ones(1, 2)), lambda: setattr(model[3], "_scale", 0.5)
+
+
+@seen
+def attribute_that_a_trained_module_loses(model: nn.Sequential) -> Any:
+    model.append(Scaled())
+    return lambda: model(torch.ones(1, 2)), lambda: delattr(model[3], "_scale")
+
+
+@seen
+def attribute_that_a_trained_module_gains(model: nn.Sequential) -> Any:
+    model.append(Scaled())
+    return lambda: model(torch.ones(1, 2)), lambda: setattr(model[3], "more", 0.5)
 
 
 class Factor(nn.Module):
