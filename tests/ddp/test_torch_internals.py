@@ -388,6 +388,7 @@ def test_every_checkpointed_region_is_found_the_innermost_first() -> None:
     def inner(x: Tensor) -> Tensor:
         with torch.autograd.graph.save_on_cpu():
             seen.append(internals.checkpointed_regions())
+            assert internals.checkpointed_regions() == seen[-1], "hooks are back in their order"
             return (x * 2).sin()
 
     def outer(x: Tensor) -> Tensor:
