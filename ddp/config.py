@@ -170,7 +170,7 @@ class DistributedDataParallelConfig:
             ("release_grads", False),
             ("shard_atom", 1),
         ):
-            if getattr(self, name) not in (neutral, ()):
+            if getattr(self, name) != neutral:
                 raise ValueError(
                     f"{name} has no effect without use_distributed_optimizer: there are no shards; turn it on, or "
                     f"drop the option"

@@ -98,6 +98,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({**SHARDS, "keep_params_whole": True, "shard_atom": 2}, "no effect with keep_params_whole"),
     ({**SHARDS, "num_distributed_optimizer_instances": 0}, "must be at least 1, got 0"),
     ({**SHARDS, "grad_reduce_wire_dtype": torch.float64}, "grad_reduce_wire_dtype is torch.bfloat16, torch.float16"),
+    ({**SHARDS, "grad_reduce_wire_dtype": torch.float32}, "None for the accumulators' own dtype; got torch.float32"),
     ({"find_unused_parameters": True}, "no effect without overlap_grad_reduce"),
     ({"forward_writes": "never"}, "forward_writes is 'refused' or 'alike', got 'never'"),
     ({"check_replicas_every": 0}, "check_replicas_every must be at least 1, got 0"),
@@ -128,6 +129,15 @@ def test_the_least_values_are_taken() -> None:
     DistributedDataParallelConfig(average_in_collective=False, calculate_per_token_loss=True)
     DistributedDataParallelConfig(average_in_collective=True)
     DistributedDataParallelConfig(find_unused_parameters=True, overlap_grad_reduce=True)
+    for dtype in (torch.bfloat16, torch.float16):
+        DistributedDataParallelConfig(**SHARDS, grad_reduce_wire_dtype=dtype, average_in_collective=False)
+
+
+def test_a_step_waits_bucket_by_bucket_where_nothing_follows_on_all() -> None:
+    options = {"check_for_nan_in_grad": True, "calculate_per_token_loss": True, "check_replicas_every": 3}
+    for name, value in options.items():
+        assert not DistributedDataParallelConfig(**{name: value}).can_wait_by_bucket, name
+    assert DistributedDataParallelConfig(**SHARDS, overlap_grad_reduce=True).can_wait_by_bucket
 
 
 def test_megatron_is_told_who_sums_over_other_ranks() -> None:

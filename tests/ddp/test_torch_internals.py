@@ -278,6 +278,24 @@ def test_an_all_gather_and_a_reduce_scatter_are_started_below_the_public_functio
     assert both.tolist() == [3 + 4j] * 2
 
 
+def test_collectives_below_the_public_functions_are_told_how_to_reduce_and_who_waits() -> None:
+    told: list[Any] = []
+
+    def note(output: Tensor, input: Tensor, options: Any) -> None:
+        told.append((output, input, getattr(options, "reduceOp", None), options.asyncOp))
+
+    assert distributed._GATHER is not None and distributed._SCATTER is not None, TORCH
+    group: Any = SimpleNamespace(**{distributed._GATHER: note, distributed._SCATTER: note})
+    output, input, op = torch.zeros(2), torch.ones(2), dist.ReduceOp.MAX
+    for on_stream in (True, False):
+        assert distributed.start_all_gather(output, input, group, on_stream=on_stream).wait()
+        assert distributed.start_reduce_scatter(output, input, op, group, on_stream=on_stream).wait()
+        for at, reduced in enumerate((None, op)):
+            to, of, *options = told[at]
+            assert to is output and of is input and options == [reduced, not on_stream]
+        told.clear()
+
+
 class Watched(nn.Linear):
     """Notes which of torch's wrappers runs around its forward."""
 
@@ -370,6 +388,7 @@ def test_every_checkpointed_region_is_found_the_innermost_first() -> None:
     def inner(x: Tensor) -> Tensor:
         with torch.autograd.graph.save_on_cpu():
             seen.append(internals.checkpointed_regions())
+            assert internals.checkpointed_regions() == seen[-1], "hooks are back in their order"
             return (x * 2).sin()
 
     def outer(x: Tensor) -> Tensor:

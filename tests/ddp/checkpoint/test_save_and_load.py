@@ -618,6 +618,16 @@ def test_a_module_alone_is_saved_and_loaded_without_ranks(tmp_path: Path) -> Non
     assert other.head.weight is other.embed.weight
 
 
+def test_a_load_between_forward_and_backward_is_an_error_of_torchs(tmp_path: Path) -> None:
+    """As every other write: the backward would compute with weights that the forward has not seen."""
+    model = nn.Linear(2, 2)
+    save_checkpoint(tmp_path / "c", model)
+    loss = model(torch.ones(1, 2, requires_grad=True)).sum()
+    load_checkpoint(tmp_path / "c", model)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 # ---- Experts. ----
 
 
@@ -626,17 +636,19 @@ def with_experts(folder: Path, load: bool, sets: int = 2) -> dict[str, Tensor]:
     groups = [dist.new_group(range(first, size, sets)) for first in range(sets)]
     config = DistributedDataParallelConfig(use_distributed_optimizer=True, bucket_size=1)
     model = Experts(5 if load else 0, rank % sets, marked=True)
+    model.expert.register_buffer("seen", torch.tensor(-1.0 if load else float(rank % sets)))
+    model.expert.again = model.expert.weight  # type: ignore[assignment]
     ddp = DistributedDataParallel(model, config, expert_process_group=groups[rank % sets])
     optimizer = DistributedOptimizer(ddp, lr=0.1)
     if load:
         load_checkpoint(folder, ddp, optimizer)
         assert all(part.state() for part in optimizer.slices if part.start < part.end)
-        return weights(ddp)
+        return {**weights(ddp), **dict(model.named_buffers())}
     ddp(torch.randn(3, 5, generator=torch.Generator().manual_seed(rank))).square().sum().backward()
     ddp.finish_grad_sync()
     optimizer.step()
     save_checkpoint(folder, ddp, optimizer)
-    return weights(ddp)
+    return {**weights(ddp), **dict(model.named_buffers())}
 
 
 def with_experts_apart(folder: Path) -> None:
@@ -660,6 +672,7 @@ def test_experts_that_no_writer_holds_are_missed(tmp_path: Path) -> None:
 def test_each_set_of_experts_comes_back_to_its_own_ranks(tmp_path: Path) -> None:
     saved = simulate(with_experts, 4, tmp_path / "c", False)
     assert not torch.equal(saved[0]["expert.weight"], saved[1]["expert.weight"])
+    assert [float(each["expert.seen"]) for each in saved] == [0, 1, 0, 1]
     for rank, loaded in enumerate(simulate(with_experts, 6, tmp_path / "c", True)):
         assert_same(loaded, saved[rank % 2])
     with pytest.raises(Exception, match=r"2 different set\(s\) of experts, and these ranks have 1"):

@@ -972,7 +972,7 @@ def test_a_rank_captures_while_another_has_its_graph(form: str) -> None:
     assert graphs_of_ranks(form, lambda number, rank: 6 if number % 2 and rank == 1 else 4) == [1, 2]
 
 
-def test_one_rank_that_must_stay_eager_stops_all() -> None:
+def test_one_rank_that_must_stay_eager_stops_all(caplog: pytest.LogCaptureFixture) -> None:
     def program() -> str:
         job = Job(graphed=True)
         rank, counts = torch.distributed.get_rank(), [0]
@@ -987,9 +987,12 @@ def test_one_rank_that_must_stay_eager_stops_all() -> None:
         assert job.step.num_graphs == 0
         return job.step.why_eager
 
-    first, second = maingrad.simulate(program, 2)
+    with caplog.at_level(logging.INFO, "maingrad"):
+        first, second = maingrad.simulate(program, 2)
     assert first == "another rank does"
     assert "counts" in second
+    said = {each.getMessage().partition("no CUDA graph: ")[2]: each.levelname for each in caplog.records}
+    assert said == {first: "WARNING", second: "INFO"}, "the first rank alone speaks up"
 
 
 def test_where_one_ranks_capture_fails_no_rank_has_a_graph() -> None:

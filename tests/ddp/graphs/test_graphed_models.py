@@ -69,6 +69,16 @@ def test_a_capture_has_the_answers_of_eager_calls_by_sizes() -> None:
     assert asked.count == 4
 
 
+def test_an_answer_is_that_of_one_function_and_of_what_it_was_given() -> None:
+    masks, cases = ModelMasks(nn.Linear(1, 1)), [(CAUSAL, None), (PACKED, None), (CAUSAL, GIVEN), (PACKED, GIVEN)]
+    masks._own = [True]
+    answers = [True, None, False, True]
+    for (name, tensor), answer in zip(cases, answers, strict=True):
+        masks.ask(name, Asked(answer), tensor, 4)
+    with capturing():
+        assert [masks.ask(name, Asked(), tensor, 4) for name, tensor in cases] == answers
+
+
 @pytest.mark.parametrize("answers", [(True, False), (torch.ones(1),)], ids=["two answers", "a packed batch"])
 def test_a_capture_asks_where_eager_calls_had_no_one_answer(answers: tuple[Any, ...]) -> None:
     masks, asked = ModelMasks(nn.Linear(1, 1)), Asked(*answers, "asked again")
@@ -86,6 +96,7 @@ def test_masks_that_some_batches_do_not_need_are_refused(answer: Any) -> None:
         assert masks.ask(CAUSAL, Asked(), GIVEN) is False, "the graph makes the mask"
         assert masks.ask(PACKED, Asked("asked"), GIVEN) == "asked"
     assert masks.ask(CAUSAL, Asked(answer), GIVEN) is answer
+    assert masks.ask(CAUSAL, Asked(False), GIVEN) is False
     for name in (CAUSAL, PACKED):
         with capturing(), pytest.raises(RuntimeError, match="has found some that need no mask"):
             masks.ask(name, Asked(), GIVEN)

@@ -437,6 +437,8 @@ def test_arguments_that_differ_in_anything_are_another_kind_of_call() -> None:
         (x, torch.zeros(2, 3, requires_grad=True)),
         (x, torch.relu),
         (x, torch.tanh),
+        (x, torch.float64),
+        (x, torch.device("meta")),
     ]
     found = [signature(case) for case in cases]
     for at, one in enumerate(found):
@@ -468,6 +470,12 @@ def test_a_call_is_copied_to_where_the_capture_has_read_it() -> None:
         inputs.load(([x, 5], {"row": row, "again": x}, x))
         inputs.check_unchanged("step")
     assert named["row"][0, 0] != named["row"][0, 1], "no two elements share memory"
+    for each in (
+        torch.zeros(3, 2).t(),
+        torch.zeros(2, 3, 4, 4, dtype=torch.half).to(memory_format=torch.channels_last),
+    ):
+        copy = StaticInputs(each, CPU).args
+        assert (copy.dtype, copy.shape, copy.stride()) == (each.dtype, each.shape, each.stride())
     of_leaf.sum().backward()
     with pytest.raises(RuntimeError, match=r"or its \.grad"):
         inputs.check_unchanged("step")
@@ -532,6 +540,9 @@ def test_every_parameters_state_is_brought_to_where_kernels_read_it() -> None:
     for param, state in optimizer.state.items():
         assert all(state[name] is value for name, value in kept[param].items() if name != "note")
         assert state["exp_avg"].tolist() == [7, 7]
+    optimizer.state[param]["step"] = 1.0
+    with pytest.raises(RuntimeError, match="the optimizer's state 'step' has another shape than in the capture"):
+        options.load()
 
 
 def test_options_of_any_group_and_of_the_optimizer_are_another_kind_of_call() -> None:

@@ -152,6 +152,20 @@ def global_in_the_body_of_a_class(model: nn.Module) -> Any:
 
 
 @seen
+def variable_that_is_assigned_later(model: nn.Module) -> Any:
+    def step() -> float:
+        return scale
+
+    def assign() -> None:
+        nonlocal scale
+        scale = 0.5
+
+    if model is None:
+        scale = 1.0
+    return step, assign
+
+
+@seen
 def global_that_is_deleted(model: nn.Module) -> Any:
     names = {"__name__": __name__, "scale": 1.0}
     exec("def step(): return scale", names)
@@ -240,6 +254,12 @@ def setter_of_a_property(model: nn.Module) -> Any:
         config.scale = 1.0
 
     return step, halve
+
+
+@seen
+def setter_by_a_name(model: nn.Module) -> Any:
+    config = Config()
+    return lambda: setattr(config, "scale", 1.0), halve
 
 
 @seen
@@ -498,6 +518,12 @@ def view_of_a_dict(model: nn.Module) -> Any:
 
 
 @seen
+def dict_that_is_shown_read_only(model: nn.Module) -> Any:
+    held = {"scale": 1.0}
+    return of(lambda shown: shown["scale"], types.MappingProxyType(held), lambda: held.update(scale=0.5))
+
+
+@seen
 def keys_of_a_dict(model: nn.Module) -> Any:
     held, value = {"plain": Config()}, Config()
     held = {"plain": value}
@@ -529,6 +555,12 @@ def array_of_numbers(model: nn.Module) -> Any:
 
 
 @seen
+def array_of_bytes(model: nn.Module) -> Any:
+    held = bytearray(b"1")
+    return of(bytes, held, lambda: held.__setitem__(0, 2))
+
+
+@seen
 def array_of_numpy(model: nn.Module) -> Any:
     held = np.ones(3)
     return of(sum, held, changed_item(held))
@@ -538,6 +570,12 @@ def array_of_numpy(model: nn.Module) -> Any:
 def context_variable(model: nn.Module) -> Any:
     held = contextvars.ContextVar("held", default=1.0)
     return of(lambda held: held.get(), held, lambda: held.set(0.5))
+
+
+@seen
+def context_variable_without_a_value(model: nn.Module) -> Any:
+    held: contextvars.ContextVar[float] = contextvars.ContextVar("held")
+    return of(lambda held: held.get(None), held, lambda: held.set(0.5))
 
 
 @seen
@@ -612,6 +650,13 @@ def memory_of_another_parameter(model: nn.Module) -> Any:
 
 
 @seen
+def parameter_of_another_module(model: nn.Module) -> Any:
+    other = nn.Linear(1, 1)
+    before = other.weight  # which stays alive
+    return lambda: other(torch.ones(1)), lambda: setattr(other, "weight", nn.Parameter(before * 2))
+
+
+@seen
 def forward_of_one_instance(model: nn.Sequential) -> Any:
     model[0].forward = lambda x: x * factor  # type: ignore[method-assign]
     return lambda: model(torch.ones(1, 2)), halve
@@ -638,6 +683,18 @@ class Scaled(nn.Module):
 def attribute_of_a_trained_module(model: nn.Sequential) -> Any:
     model.append(Scaled())
     return lambda: model(torch.ones(1, 2)), lambda: setattr(model[3], "_scale", 0.5)
+
+
+@seen
+def attribute_that_a_trained_module_loses(model: nn.Sequential) -> Any:
+    model.append(Scaled())
+    return lambda: model(torch.ones(1, 2)), lambda: delattr(model[3], "_scale")
+
+
+@seen
+def attribute_that_a_trained_module_gains(model: nn.Sequential) -> Any:
+    model.append(Scaled())
+    return lambda: model(torch.ones(1, 2)), lambda: setattr(model[3], "more", 0.5)
 
 
 class Factor(nn.Module):

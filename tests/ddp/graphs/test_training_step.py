@@ -24,6 +24,7 @@ from maingrad.ddp import (
 )
 from maingrad.ddp.collectives.streams import is_capturing
 from maingrad.ddp.gathers.gathered_models import GatheredModel, record_gathered_model
+from maingrad.ddp.graphs import auto_step
 from maingrad.ddp.graphs.inputs import signature
 from maingrad.ddp.graphs.recorded import RecordedGraph
 from maingrad.kernels.optimizer.adamw import AdamUpdate
@@ -389,6 +390,21 @@ def test_one_change_among_odd_batches_is_one_change() -> None:
     for rows in (3, 4, 5, 6, 2, 2, 2):
         step(torch.ones(rows, 4), [])
     assert (step.why_eager, step.num_graphs) == (None, 1)
+
+
+def test_a_step_is_given_up_after_a_few_changes_and_after_more_odd_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts, given_up = {"calls": 0}, []
+    step = decided(lambda x, numbers: counts.update(calls=counts["calls"] + 1))
+    for _ in range(6):
+        step(torch.ones(2, 4), [])
+        given_up.append(step.why_eager is not None)
+    assert given_up == [False] * 4 + [True] * 2
+    monkeypatch.setattr(auto_step, "_MOST_EAGER", 5)
+    step, given_up = decided(lambda x, numbers: None), []
+    for rows in range(1, 8):
+        step(torch.ones(rows, 4), [])
+        given_up.append(step.why_eager is not None)
+    assert given_up == [False] * 5 + [True] * 2
 
 
 def test_what_a_program_draws_between_calls_is_its_own() -> None:
