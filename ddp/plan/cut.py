@@ -32,18 +32,16 @@ def cut(numels: Sequence[int], bucket_numel: int, least: Sequence[int] | None = 
     """
     counts: list[int] = []
     sizes: list[int] = []  # elements of each closed bucket
-    needs: list[int] = []  # what each closed bucket needs
     count = held = need = 0
     for numel, own in zip(numels, least or [0] * len(numels), strict=True):
         count, held, need = count + 1, held + numel, max(need, own)
         if held >= bucket_numel and held >= need:
             counts.append(count)
             sizes.append(held)
-            needs.append(need)
             count = held = need = 0
     if count:
-        while counts and held < need:
-            count, held, need = count + counts.pop(), held + sizes.pop(), max(need, needs.pop())
+        while counts and held < need:  # a closed bucket has what it needs itself
+            count, held = count + counts.pop(), held + sizes.pop()
         counts.append(count)
     return counts
 
@@ -51,9 +49,11 @@ def cut(numels: Sequence[int], bucket_numel: int, least: Sequence[int] | None = 
 def bucket_numel_for(sequences: Sequence[Sequence[int]], num_buckets: int) -> int:
     """The smallest bucket size at which all sequences of ``numels`` together make at most ``num_buckets`` buckets.
 
+    sequences  none of them empty
+
     Where one bucket for each sequence is already more, each sequence gets one. The smallest size is the most even cut.
     """
-    most = max(num_buckets, sum(1 for numels in sequences if numels))
+    most = max(num_buckets, len(sequences))
     upper = 1 + max((sum(numels) for numels in sequences), default=0)  # at this size each sequence is one bucket
     # A larger size moves no cut forward, so that it never makes more buckets.
     return 1 + bisect.bisect_left(

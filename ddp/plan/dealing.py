@@ -53,7 +53,7 @@ def rows_of(params: Sequence[Whole], bucket_numel: int, degree: int) -> list[lis
         row.append(index)
         if len(row) == degree:
             rows.append(open_rows.pop(param))
-    rest = sorted(index for row in open_rows.values() for index in row)
+    rest = [index for row in open_rows.values() for index in row]
     if rest:
         rest = _filled(params, rest, rows, degree)
         rows += _parts(params, rest, bucket_numel, degree)

@@ -84,8 +84,7 @@ class ModelSlice(NamedTuple):
         """Whether ranks have slices of different shapes."""
         if self.dim is None or self.group is None:
             return False
-        shapes = self.local_shape, self.largest_shape
-        return any(each[self.dim] * self.group.size() != self.shape[self.dim] for each in shapes)
+        return self.largest_shape[self.dim] * self.group.size() != self.shape[self.dim]
 
     def views_of(self, whole: Tensor) -> list[Tensor]:
         """What this rank has of ``whole``, a tensor of ``shape``, box by box: concatenated, as the local parameter."""

@@ -502,6 +502,13 @@ def test_watchers_are_told_of_each_end_step_and_discard_once(monkeypatch: pytest
     assert other.told == watcher.told
     watcher.told.clear()
     ddp(x).sum().backward()
+    ddp.finish_grad_sync()
+    ddp(x).sum().backward()  # goes on, and is reduced as well
+    ddp.finish_grad_sync()
+    assert [kind for kind, *_ in watcher.told] == ["ended"]
+    ddp.zero_grad()
+    watcher.told.clear()
+    ddp(x).sum().backward()
     ddp.zero_grad()  # before anything was reduced
     assert watcher.told == []
     ddp(x).sum().backward()

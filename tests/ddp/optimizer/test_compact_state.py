@@ -437,6 +437,8 @@ def test_what_compact_state_lacks_is_refused_where_a_group_gets_it_later(
 def test_fp16_parameters_are_refused_and_fp32_ones_are_masters() -> None:
     with pytest.raises(ValueError, match="float16"):
         compact(wrap(make_model().half()))
+    with pytest.raises(ValueError, match="float64"):
+        compact(wrap(make_model().double()))
     for layer in (0, 2, 4):
         mixed = make_model()
         mixed[layer].half()

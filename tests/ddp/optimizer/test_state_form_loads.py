@@ -91,6 +91,18 @@ def test_the_full_form_is_a_copy(form: str, dtype: torch.dtype) -> None:
         assert not differences(after, seen(optimizer))
 
 
+@pytest.mark.parametrize("form", COMPACT)
+def test_what_was_loaded_is_kept_by_nobody(form: str) -> None:
+    optimizer = make(COMPACT[form])
+    trained(optimizer, range(1))
+    given = optimizer.state_dict()
+    master = weakref.ref(given["masters"][0])
+    optimizer.load_state_dict(given)
+    del given
+    gc.collect()
+    assert master() is None
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_maximize_changes_in_mid_training(form: str) -> None:
     optimizer, expected = make(FORMS[form]), make({})

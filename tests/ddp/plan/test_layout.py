@@ -139,6 +139,14 @@ def test_stacks_of_matrices_and_others_share_no_bucket() -> None:
     assert [bucket.keeps_matrices_whole for bucket in plan.buckets] == [True, False]
 
 
+def test_a_bucket_of_stacks_waits_for_even_shards_alone() -> None:
+    """Four matrices on two ranks are even. With three, a bucket waits until one matrix less is hardly shorter."""
+    for experts, per_bucket in ((4, [1] * 22), (3, [11, 11])):
+        stacks = [dataclasses.replace(spec(f"{index}", experts, 8, 8), atom=64, matrices=True) for index in range(22)]
+        plan = plan_gradients(stacks, shard_degree=2, bucket_numel=1)
+        assert [len(bucket.slots) for bucket in plan.buckets] == per_bucket
+
+
 def test_the_default_bucket_grows_with_the_ranks() -> None:
     assert default_bucket_numel(8) == 40_000_000
     assert default_bucket_numel(1024) == 1_024_000_000

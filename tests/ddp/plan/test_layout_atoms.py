@@ -88,6 +88,16 @@ def test_two_atoms_that_do_not_end_before_the_next_border_start_there() -> None:
 def test_parameters_without_elements_take_no_place() -> None:
     sizes = [ParamSize(0, 1), ParamSize(192, 96), ParamSize(0, 96), ParamSize(64, 64)]
     assert walk(sizes, 192) == ([0, 192, 0, 0], 384)
+    assert least_shard_numel([0, 0], [1, 96], 2, 64) == arrange([0, 0], [1, 96], 2, 64).shard_numel == 64
+
+
+def test_no_border_at_an_odd_element_is_between_atoms_of_64() -> None:
+    """With more ranks than 128 shards have any length."""
+    assert walk([ParamSize(128, 64)], 97) is None
+
+
+def test_the_bound_counts_no_alignment_behind_the_last_parameter() -> None:
+    assert least_shard_numel([65, 1], [1, 1], 1, 1) == arrange([65, 1], [1, 1], 1, 1).shard_numel == 129
 
 
 # ---- Plans. ----

@@ -178,6 +178,8 @@ def test_small_rows_fill_the_gaps_of_the_rest() -> None:
     assert rows_of(params, 1, 4) == [[0, 1, 2, 3], [4, 5, 6, 7, 8, 9]]
     even = [Whole(400, 400.0)] * 8 + [Whole(200, 200.0)] * 4
     assert rows_of(even, 1, 4) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    no_gain = [Whole(576, 576.0)] * 3 + [Whole(640, 640.0)] * 2
+    assert rows_of(no_gain, 1, 3) == [[0, 1, 2], [3, 4]], "two of 576 have no place beside the other"
 
 
 def test_rows_come_in_the_order_in_which_backward_completes_them() -> None:
@@ -372,6 +374,13 @@ def test_each_buffer_has_so_many_buckets_and_those_apart_count() -> None:
 def test_delayed_and_undelayed_have_a_bucket_each_all_the_same() -> None:
     plan = plan_gradients([spec("a", 8), spec("b", 8, delayed=True), spec("c", 8)], num_buckets=1)
     assert [[slot.spec.name for slot in bucket.slots] for bucket in plan.buckets] == [["a", "c"], ["b"]]
+
+
+@pytest.mark.parametrize("num_buckets", [1, 2])
+def test_too_few_buckets_of_whole_parameters_are_as_few_as_can_be(num_buckets: int) -> None:
+    specs = [spec("a", 8), spec("b", 8, delayed=True), spec("c", 9), spec("tied", 8, own_bucket=True)]
+    plan = plan_gradients(specs, shard_degree=2, num_buckets=num_buckets, keep_params_whole=True)
+    assert [[slot.spec.name for slot in bucket.slots] for bucket in plan.buckets] == [["a", "c"], ["tied"], ["b"]]
 
 
 def test_buckets_of_delayed_parameters_count_where_they_come_between_others() -> None:

@@ -43,6 +43,12 @@ def test_the_boxes_of_all_ranks_are_the_whole_in_the_order_of_local_elements(dim
     assert (seen == 1).all()
 
 
+def test_a_slice_without_a_dim_is_cut_along_the_first():
+    """-1 and a stride of 0 are what Megatron-core has on parameters before it says more."""
+    marks = {"tensor_model_parallel": True, "partition_dim": -1, "partition_stride": 0}
+    assert slice_of_marks(_marked((6, 2), **marks), None).dim == 0
+
+
 def test_copies_with_parts_of_a_gradient():
     found = slice_of_marks(_marked((6,), sequence_parallel=True), None)
     assert found == ModelSlice((6,), (Box((0,), (6,)),), None, None, "partial")

@@ -154,6 +154,33 @@ def test_a_second_backward_behind_the_sum_is_refused() -> None:
     simulate(backward_behind_the_sum, 6)
 
 
+class BesideExperts(nn.Module):
+    """Each stage has an expert of its own, which backward reaches first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.word, self.expert = (nn.Parameter(torch.zeros(size)) for size in (5, 3, 4))
+        self.word.shared_embedding = True
+        self.expert.allreduce = False
+
+    def forward(self) -> Tensor:
+        return self.layer.sum() + 2 * self.word.sum() + 3 * self.expert.sum()
+
+
+def norm_beside_experts() -> float:
+    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    model = DistributedDataParallel(
+        BesideExperts(), process_group=alone, expert_process_group=alone, embedding_group=dist.group.WORLD
+    )
+    model().backward()
+    return clip_grad_norm(model, 100.0, pipeline_group=dist.group.WORLD).item()
+
+
+def test_the_shared_weight_counts_once_beside_experts() -> None:
+    square = 2 * 5 * 1**2 + 3 * (2 + 2) ** 2 + 2 * 4 * 3**2
+    assert simulate(norm_beside_experts, 2) == pytest.approx([square**0.5] * 2)
+
+
 def on_one_stage() -> bool:
     """The first stage is the last one, as in a pipeline of one rank; and a rank outside of the group."""
     alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)

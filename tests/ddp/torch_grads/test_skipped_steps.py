@@ -16,8 +16,10 @@ from host_syncs import HostSync, NoHostSync
 from loops import assert_same, weights, wrap
 from stale_memory import stale_empty
 from torch import Tensor, nn, optim
+from watching import Watcher
 
 from maingrad.ddp import DistributedOptimizer, GradScaler, load_checkpoint, save_checkpoint
+from maingrad.ddp.buckets import iteration_ends
 from maingrad.ddp.torch_grads.optimizer import prepare_skippable_step
 from maingrad.launch import simulate
 
@@ -295,6 +297,18 @@ def check_stock(options: dict[str, Any]) -> None:
 def test_a_stock_optimizers_first_step_is_skipped_without_a_trace(dampening: float, fused: bool) -> None:
     with stale_empty():
         simulate(check_stock, 2, {"momentum": 0.9, "dampening": dampening, "fused": fused})
+
+
+def test_watchers_of_iterations_hear_of_a_stock_step_that_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(iteration_ends, "_watchers", [watcher := Watcher()])
+    ddp = wrap(nn.Linear(2, 1))
+    optimizer, scaler = optim.SGD(ddp.parameters(), lr=0.1, fused=True), torch.amp.GradScaler("cpu")
+    for value in (math.inf, 1.0):
+        scaler.scale(ddp(torch.full((1, 2), value)).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    assert [bool(found) for kind, _, found in watcher.told if kind == "stepped"] == [True, False]
 
 
 def test_momentum_that_is_there_stays_where_another_parameter_has_none() -> None:

@@ -122,7 +122,8 @@ def test_what_is_written_to_masters_reaches_all_ranks_or_is_refused(
     assert all(map(torch.equal, first, second))
 
 
-def test_masters_beside_whole_parameters_are_watched_too() -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_masters_beside_whole_parameters_are_watched_too(dtype: torch.dtype) -> None:
     def program(job: Job) -> None:
         job.step()
         with torch.no_grad():
@@ -133,7 +134,7 @@ def test_masters_beside_whole_parameters_are_watched_too() -> None:
         job.optimizer.mark_loaded()
         job.forward()
 
-    on_each(program, torch.bfloat16, sharded=False, bucket_size=1)
+    on_each(program, dtype, sharded=False, bucket_size=1)
 
 
 def test_where_parameters_are_the_masters_writing_them_is_right() -> None:

@@ -402,6 +402,8 @@ def test_a_parameter_that_changed_its_place_or_dtype_is_refused_at_the_next_forw
         RuntimeError, match=r"parameter '\d.\w+' (is torch.* call .to\(\) before|was replaced|requires)"
     ):
         ddp(make_batches(1)[0])
+    with pytest.raises(RuntimeError, match=r"parameter '\d.\w+' (is torch.* call .to\(\) before|was replaced)"):
+        DistributedOptimizer(ddp, lr=0.1)
 
 
 def test_other_storage_of_the_same_kind_is_right_without_our_optimizer_and_refused_with_it() -> None:

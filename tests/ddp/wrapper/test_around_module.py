@@ -142,6 +142,15 @@ def test_a_copy_is_plain_and_has_what_was_set() -> None:
     assert one is other, "one model, whichever way it is held"
 
 
+def test_hooks_that_a_program_has_put_on_layers_stay() -> None:
+    net, seen = nn.Sequential(nn.Linear(2, 2)), []
+    net[0].register_forward_pre_hook(lambda layer, args: seen.append(layer))
+    ddp = wrap(net)
+    ddp(torch.ones(1, 2))
+    ddp.unwrap()(torch.ones(1, 2))
+    assert seen == [net[0]] * 2
+
+
 def test_training_through_a_method_of_the_module() -> None:
     """Its backward comes through no forward of the wrapper."""
     model = Scaled()

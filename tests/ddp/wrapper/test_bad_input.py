@@ -126,8 +126,12 @@ def test_the_recorded_order_is_that_of_the_first_of_the_ranks() -> None:
         with torch.no_grad():  # as around the rest of a set-up
             return recorded_backward_order(Chain("ab" if rank < 2 else "ba"), lambda model: model(X).sum(), ranks)
 
+    def of_all_ranks() -> list[str]:
+        return recorded_backward_order(Chain("ba" if dist.get_rank() else "ab"), lambda model: model(X).sum())
+
     X = torch.ones(1, 2)
-    assert simulate(on_each_rank, 3) == [["layers.b.weight", "layers.a.weight", "layers.unused.weight"]] * 3
+    for ranks in (on_each_rank, of_all_ranks):
+        assert simulate(ranks, 3) == [["layers.b.weight", "layers.a.weight", "layers.unused.weight"]] * 3
 
 
 def test_the_recorded_order_is_that_of_first_gradients_and_has_what_is_trained() -> None:
