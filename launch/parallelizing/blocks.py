@@ -23,12 +23,14 @@ def find_units(model: nn.Module, units: Units, *, gathers: bool) -> list[nn.Modu
 
     gathers  units are what is gathered together, so that a model without any is gathered whole: worth a warning
 
-    Raises ``TypeError`` for what is no module, and ``ValueError`` for modules and classes that are not in the model.
+    Raises ``TypeError`` for what is no module, such as a class beside modules, and ``ValueError`` for modules and
+    classes that are not in the model.
     """
     if isinstance(units, str):
         return _found_by_themselves(model, units, gathers=gathers)
-    classes = [each for each in (units if isinstance(units, tuple) else (units,)) if isinstance(each, type)]
-    if classes:
+    named = units if isinstance(units, tuple) else (units,)
+    classes = [each for each in named if isinstance(each, type)]
+    if classes and len(classes) == len(named):
         return _of_classes(model, classes)
     if not isinstance(units, Iterable):
         raise TypeError(f"units names no modules: {units!r}; give a class, a tuple of classes, or modules of the model")

@@ -35,7 +35,6 @@ def lr_factor(config: OptimizerConfig, step: int, fraction: float) -> float:
     fraction  part of the whole run that is over, in [0, 1]: of its steps or of its time
     """
     warmup = min(1.0, (step + 1) / config.warmup_steps) if config.warmup_steps else 1.0
-    fraction = min(fraction, 1.0)
     left = 1.0 - fraction  # 1 at ``lr``, 0 at ``min_lr_ratio * lr``
     match config.schedule:
         case "cosine":

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from checkpointed import Everything, build, model_state, take_steps
 from loops import assert_same
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, load_model
 from torch import Tensor, nn
 
@@ -121,10 +121,13 @@ def test_files_beside_a_checkpoint_and_of_its_names_elsewhere_are_written(tmp_pa
     assert load_checkpoint(tmp_path / "c", nn.Linear(3, 2)) is None
 
 
-def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [OSError, SafetensorError])
+def test_a_file_that_cannot_be_written_leaves_nothing(
+    tmp_path: Path, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(tensors: Any, path: Path, metadata: Any) -> None:
         path.write_text("the first half")
-        raise OSError("the disk is full")
+        raise error("the disk is full")
 
     save_checkpoint(tmp_path / "c", nn.Linear(3, 2))
     (tmp_path / "new").mkdir()

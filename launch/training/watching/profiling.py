@@ -24,7 +24,7 @@ def check_profile(settings: ProfileConfig, world_size: int, device: str) -> None
     remedy = f"records CUDA's allocator, and this run is on {device}; leave it out"
     settings.require(not settings.memory or device != "cpu", "memory", remedy)
     missing = [rank for rank in settings.ranks if rank >= world_size]
-    settings.require(settings.first_step is None or not missing, "ranks", f"names rank(s) {missing} of {world_size}")
+    settings.require(not missing, "ranks", f"names rank(s) {missing} of {world_size}")
 
 
 class StepProfiler:

@@ -117,6 +117,8 @@ def test_round_trip_through_json(tmp_path: Path):
         ({"ddp": {"calculate_per_token_loss": True}}, "ddp.calculate_per_token_loss = True: maingrad train averages"),
         ({"ddp": {"overlap_param_gather": 1}}, "ddp.overlap_param_gather: must be bool, not int"),
         ({"ddp": {"grad_reduce_wire_dtype": "fp8"}}, "ddp.grad_reduce_wire_dtype = 'fp8': must be a dtype of torch"),
+        ({"ddp": {"grad_reduce_wire_dtype": "nn"}}, "ddp.grad_reduce_wire_dtype = 'nn': must be a dtype of torch"),
+        ({"ddp": {"grad_reduce_wire_dtype": 16}}, "ddp.grad_reduce_wire_dtype = 16: must be a dtype of torch"),
         ({"ddp": {"grad_reduce_wire_dtype": "float64"}}, "ddp.grad_reduce_wire_dtype is torch.bfloat16, torch.float16"),
         ({"fsdp": {"copy_engine_gather": 1}}, "fsdp.copy_engine_gather = 1: must be one of 'auto', True, False"),
         ({"model": {"param_dtype": "fp8"}}, "model.param_dtype = 'fp8': must be one of 'float32', 'bfloat16'"),
@@ -504,6 +506,8 @@ def test_errors_name_the_file(tmp_path: Path):
         (["--train.steps", "x"], "train.steps: must be int, not str"),
         (["--train.steps", "3", "4"], "train.steps = ['3', '4']: must be one value"),
         (["--train.steps"], "train.steps: must be int, not bool"),
+        (["--train.steps", "-3"], "train.steps = -3: must be at least 1"),
+        (["--logging.wandb-project="], "logging.wandb_project = '': must name a project"),
         (["--train.steps", "1" * 5000], "train.steps: must be int, not str"),
         (["--train.no-steps"], "train.steps: must be int, not bool"),
         (["--optimizer.betas", "0.9"], "optimizer.betas = [0.9]: must have 2 values"),
@@ -525,6 +529,7 @@ def test_a_flag_mends_what_is_wrong_in_the_file(tmp_path: Path):
     assert (config.train.steps, config.train.seed, config.train.out_dir) == (30, 7, "12")
     assert config.data.paths == ("a", "5"), "words, for words are wanted"
     assert load_config(path, [*flags, "--train.out-dir=None"]).train.out_dir == "None"
+    assert load_config(path, [*flags, "--train.resume", "7"]).train.resume == "7"
     options = ["--optimizer.name", "torch.optim.NAdam", "--optimizer.options.momentum-decay", "0.01", "--train.compile"]
     config = load_config(path, [*flags, *options, "--optimizer.max-grad-norm", "None"])
     assert config.optimizer.options == {"momentum_decay": 0.01}
@@ -599,6 +604,7 @@ def test_what_is_no_configuration_file_is_refused_at_once(tmp_path: Path):
         "deep.toml": "is not valid TOML: it nests too deep",
         "long.toml": "cannot be read: it has 1099511627776 bytes",
         "absent.toml": "does not exist",
+        "latin.toml/run.toml": "cannot be read: .*Not a directory",
     }.items():
         with pytest.raises(ConfigError, match=f"configuration file '.*{name}' {message}"):
             load_config(tmp_path / name)

@@ -579,9 +579,10 @@ def test_the_whole_model_is_no_unit_of_its_own() -> None:
 def test_what_is_no_module_is_refused() -> None:
     with pytest.raises(TypeError, match=r"parallelize takes an nn.Module, got str"):
         maingrad.parallelize("model", "ddp")
-    for units in (3, [3]):
+    net = make_net()
+    for units in (3, [3], (Block, net.head), [Block]):  # a module beside classes would be left out
         with pytest.raises(TypeError, match="give a class, a tuple of classes, or modules"):
-            maingrad.parallelize(make_net(), "ddp", units=units)
+            maingrad.parallelize(net, "ddp", units=units)
 
 
 # ---- The optimizer. ----

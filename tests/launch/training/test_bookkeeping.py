@@ -21,7 +21,7 @@ from maingrad.ddp.collectives.failure_report import FailureReporter
 from maingrad.launch import simulate
 from maingrad.launch.config.file import config_to_dict
 from maingrad.launch.config.run import Config, ConfigError
-from maingrad.launch.data.batches import load_corpus
+from maingrad.launch.data.batches import DataError, load_corpus
 from maingrad.launch.training import pipelined, run_state
 from maingrad.launch.training import train as loop
 from maingrad.launch.training.loading import validation_batch
@@ -440,6 +440,34 @@ def test_a_run_that_saves_nothing_may_begin_beside_checkpoints(tmp_path: Path):
     _check_no_link(config_of(tmp_path), 4)
     with pytest.raises(ConfigError, match=r"step-00000009' is a link"):
         _check_no_link(config_of(tmp_path, train={"save_every": 1}), 4)
+
+
+@pytest.mark.parametrize("model", [{}, {"num_experts": 2, "top_k": 1, "expert_ffn_dim": 8}], ids=["dense", "experts"])
+def test_what_is_summed_for_a_record_keeps_no_graph(
+    tmp_path: Path, model: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+):
+    """It would grow with each step until the next record."""
+    graphs, step_of = list[bool](), Trainer._step
+
+    def spied(self: Trainer, step: int) -> Tensor:
+        loss = step_of(self, step)
+        graphs.append(loss.requires_grad or self.router_sums.requires_grad)
+        return loss
+
+    monkeypatch.setattr(Trainer, "_step", spied)
+    train(config_of(tmp_path, model=model, train={"steps": 4, "log_every": 4}))
+    assert graphs == [False] * 4
+
+
+def test_a_run_that_is_refused_leaves_the_files_of_an_earlier_one(tmp_path: Path):
+    def files() -> dict[str, bytes]:
+        return {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir() if path.is_file()}
+
+    train(config_of(tmp_path, train={"steps": 3}))
+    before = files()
+    with pytest.raises(DataError, match="does not exist"):
+        train(config_of(tmp_path, train={"steps": 4}, data={"paths": [str(tmp_path / "absent")]}))
+    assert files() == before and len(before) == 2
 
 
 def test_what_is_resolved_names_the_number_of_ranks(tmp_path: Path):
