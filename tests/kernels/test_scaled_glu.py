@@ -112,7 +112,7 @@ def test_without_probabilities_and_with_an_offset(run: Callable[..., Any], devic
 
 @pytest.mark.parametrize("run", [called, launched])
 @pytest.mark.parametrize("device", LAUNCHER_DEVICES)
-@pytest.mark.parametrize("activation", ["swiglu", "geglu", "reglu", "clamped_swiglu"])
+@pytest.mark.parametrize("activation", ["swiglu", "geglu", "reglu", "sreglu", "clamped_swiglu"])
 def test_nan_stays_in_its_row(run: Callable[..., Any], device: str, activation: str) -> None:
     da, h, probs = operands(10, 24, torch.float32, device)
     expected = run(da[:6].contiguous(), h[:6].contiguous(), probs[:6].contiguous(), activation)
