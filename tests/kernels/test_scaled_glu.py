@@ -112,7 +112,7 @@ def test_without_probabilities_and_with_an_offset(run: Callable[..., Any], devic
 
 @pytest.mark.parametrize("run", [called, launched])
 @pytest.mark.parametrize("device", LAUNCHER_DEVICES)
-@pytest.mark.parametrize("activation", ["swiglu", "geglu", "reglu", "sreglu", "clamped_swiglu"])
+@pytest.mark.parametrize("activation", ["swiglu", "geglu", "reglu", "clamped_swiglu"])
 def test_nan_stays_in_its_row(run: Callable[..., Any], device: str, activation: str) -> None:
     da, h, probs = operands(10, 24, torch.float32, device)
     expected = run(da[:6].contiguous(), h[:6].contiguous(), probs[:6].contiguous(), activation)
@@ -121,6 +121,21 @@ def test_nan_stays_in_its_row(run: Callable[..., Any], device: str, activation: 
     for actual, clean in zip(run(da, h, probs, activation), expected, strict=True):
         assert_same(run, actual[:6], clean)
         assert actual[6:].isnan().all()
+
+
+@pytest.mark.parametrize("run", [called, launched])
+@pytest.mark.parametrize("device", LAUNCHER_DEVICES)
+@pytest.mark.parametrize("activation", GLU_ACTIVATIONS)
+def test_nan_of_one_half_shows(run: Callable[..., Any], device: str, activation: str) -> None:
+    """A comparison with 0 or with the limit takes it for no number beyond."""
+    da, h, probs = operands(2, 6, torch.float32, device)
+    for half in (0, 6):
+        spoilt = h.clone()
+        spoilt[1, half + 2] = float("nan")
+        a, dh, dprobs = run(da, spoilt, probs, activation)
+        assert a[1, 2].isnan() and a.isnan().sum() == 1
+        assert dh[1, 8 - half].isnan() and not dh[0].isnan().any(), "the other half's gradient"
+        assert dprobs.isnan().tolist() == [False, True]
 
 
 @pytest.mark.parametrize("run", [called, launched])
