@@ -346,7 +346,7 @@ def test_gpus_that_have_kernels_of_a_spec(gpu: Gpu, spec: QuantSpec, experts: bo
 
 def test_matrices_that_the_quantisers_kernel_takes(gpu: Gpu) -> None:
     gpu.note(operands, "quantize_triton", "quantize_grouped_triton", "quantize_experts_triton", returns=("a", "b"))
-    gpu.note(operands, "quantize", "quantize_grouped")
+    gpu.note(operands, "quantize", "quantize_grouped", "_stacked")
     both = functools.partial(operands.quantize_both, on_gpu(4, 6))
     scale, amax = on_gpu(dtype=torch.float32), on_gpu(dtype=torch.float32)
     assert both(WHOLE, WHOLE, scale=scale, amax=amax) == ("a", "b")
@@ -376,13 +376,13 @@ def test_matrices_that_the_quantisers_kernel_takes(gpu: Gpu) -> None:
     gpu.be("B200", (10, 0))
     both(WHOLE, WHOLE)
     operands.quantize_grouped_both(on_gpu(4, 6), WHOLE, None, on_gpu(3, dtype=torch.int64))
-    assert [name for name, *_ in gpu.ran] == ["quantize_triton", "quantize_grouped"]
+    operands.quantize_experts(on_gpu(1, 4, 6), WHOLE, None)
+    assert [name for name, *_ in gpu.ran] == ["quantize_triton", "quantize_grouped", "quantize", "_stacked"]
     gpu.ran.clear()
     gpu.be("H200", (9, 0))
     offsets = on_gpu(3, dtype=torch.int64)
     operands.quantize_grouped_both(on_gpu(4, 6), BLOCK, BLOCK, offsets)
     operands.quantize_grouped_both(on_gpu(4, 6, dtype=torch.float32), BLOCK, BLOCK, offsets)
-    gpu.note(operands, "_stacked")
     operands.quantize_experts(on_gpu(1, 4, 6, dtype=torch.float32), SQUARE, None)
     operands.quantize_experts(on_gpu(2, 4, 6), SQUARE, None)
     operands.quantize_experts([on_gpu(4, 6), on_gpu(4, 12)[:, ::2]], SQUARE, None)

@@ -132,6 +132,15 @@ def test_padding_of_many_chunks_adds_nothing() -> None:
     assert memory[:, 0].tolist() == [7.0, 7.0, 7.0, 10.0, 7.0]
 
 
+@pytest.mark.parametrize("runs_triton", [True, False], ids=["triton", "as called"])
+def test_gradients_of_padding_may_be_anything(runs_triton: bool) -> None:
+    device = "cuda" if torch.cuda.is_available() and runs_triton else "cpu"
+    dy, main_grad = torch.ones(3, 4, device=device), torch.zeros(2, 4, device=device)
+    dy[1], ids = torch.nan, torch.tensor([1, -1, 0], dtype=torch.int32, device=device)
+    (triton if runs_triton else embedding_wgrad_accumulate)(dy, ids, main_grad, overwrite=False)
+    assert (main_grad == 1).all()
+
+
 @pytest.mark.parametrize("form", ["by columns", "each second column", "one row for all", "each second row"])
 @pytest.mark.parametrize("runs_triton", [True, False], ids=["triton", "as called"])
 def test_gradients_and_ids_of_any_strides(runs_triton: bool, form: str) -> None:

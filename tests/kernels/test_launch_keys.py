@@ -243,6 +243,13 @@ def test_copies_of_a_matrix(noted: Noted, spec: QuantSpec) -> None:
     )
 
 
+def test_no_pass_looks_for_the_largest_magnitude_where_a_scale_is_given(noted: Noted) -> None:
+    for scale, names in ((None, ["_launch_amax", "_launch_tiles"]), (torch.ones(()), ["_launch_tiles"])):
+        quantize_triton.quantize_triton(at(20, 48), WHOLE, WHOLE, scale)
+        assert [name for (name, _), _ in noted] == names
+        noted.clear()
+
+
 @pytest.mark.parametrize("spec", [WHOLE, SQUARE])
 def test_copies_of_matrices_of_experts(noted: Noted, spec: QuantSpec) -> None:
     def launch(matrices: Any, rows: Any = spec) -> Callable[[], object]:
@@ -309,6 +316,10 @@ def test_exchanges_of_rows(noted: Noted) -> None:
         meet(exchange=exchange._replace(half_nbytes=4100)),
         meet(wait=False),
     )
+    meet(timeout=1e9)()
+    [(_, (_, given, _))] = noted
+    assert 2**31 - 1 in given, "the kernel counts its looks in 32 bits"
+    noted.clear()
 
     def copy(rows: Tensor, **changed: Any) -> Callable[[], object]:
         given = {"exchange": exchange, "offset": 32, "plan": plan, "routed": False, "write": True, **changed}

@@ -9,7 +9,7 @@ import torch
 from maingrad.kernels.optimizer.adamw import AdamUpdate
 from maingrad.kernels.optimizer.flat_update import FlatUpdate
 from maingrad.kernels.optimizer.lion import LionUpdate
-from maingrad.kernels.optimizer.reference import AdamOptions, LionOptions, SGDOptions, UpdateRow
+from maingrad.kernels.optimizer.reference import AdamOptions, LionOptions, SGDOptions, UpdateRow, power
 from maingrad.kernels.optimizer.sgd import SGDUpdate
 
 OPTIONS = AdamOptions(1e-3, 0.9, 0.999, 1e-8, 0.1)
@@ -123,6 +123,16 @@ def test_steps_of_torchs_sgd_on_a_cpu(dampening: float, nesterov: bool) -> None:
         ours([options])
         torch.testing.assert_close(row.master, param.detach())
     torch.testing.assert_close(row.exp_avg, theirs.state[param]["momentum_buffer"])
+
+
+def test_powers_on_a_cpu_are_rounded_once() -> None:
+    """fp32's own powers are an ulp off here and there, which bias corrections of early steps magnify."""
+    steps = torch.arange(1.0, 2001.0)
+    for base in torch.tensor([0.9, 0.95, 0.999]):
+        bases, out = base.expand(2000), torch.zeros(2000)
+        expected = torch.tensor([base.item() ** int(step) for step in steps], dtype=torch.float64).float()
+        assert torch.equal(power(bases, steps), expected) and power(bases, steps, out) is out
+        assert torch.equal(out, expected) and power(base.double(), steps[:1]).dtype is torch.float64
 
 
 def test_rows_of_one_step_may_have_views_of_it() -> None:

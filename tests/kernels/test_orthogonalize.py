@@ -112,6 +112,8 @@ def test_reference(shape: tuple[int, ...]) -> None:
         assert error(form.orthogonalize(each, SIMPLE[:2]), exact(each, SIMPLE[:2])) < 1e-5
         assert torch.equal(each, before), "not changed"
     assert error(form.orthogonalize(matrices), exact(matrices, SIMPLE)) < 1e-5
+    half = matrices.bfloat16()
+    assert torch.equal(form.orthogonalize(half), form.orthogonalize(half.float())), "in fp32"
     assert error(newton_schulz_reference(matrices.double(), SIMPLE, torch.float64), exact(matrices, SIMPLE)) < 1e-12
 
 
@@ -238,7 +240,8 @@ def test_refusals() -> None:
             form.orthogonalize(torch.zeros(shape))
     with pytest.raises(ValueError, match="step"):
         form.orthogonalize(torch.zeros(4, 4), ())
-    assert form.orthogonalize(torch.zeros(0, 4, 4)).shape == (0, 4, 4)
+    empty = form.orthogonalize(torch.zeros(0, 4, 4, dtype=torch.bfloat16))
+    assert empty.shape == (0, 4, 4) and empty.dtype is torch.float32
     assert form.orthogonalize(torch.zeros(2, 0, 4)).shape == (2, 0, 4)
 
 

@@ -125,6 +125,21 @@ def test_nan_stays_in_its_row(run: Callable[..., Any], device: str, activation: 
 
 @pytest.mark.parametrize("run", [called, launched])
 @pytest.mark.parametrize("device", LAUNCHER_DEVICES)
+@pytest.mark.parametrize("activation", GLU_ACTIVATIONS)
+def test_nan_of_one_half_shows(run: Callable[..., Any], device: str, activation: str) -> None:
+    """A comparison with 0 or with the limit takes it for no number beyond."""
+    da, h, probs = operands(2, 6, torch.float32, device)
+    for half in (0, 6):
+        spoilt = h.clone()
+        spoilt[1, half + 2] = float("nan")
+        a, dh, dprobs = run(da, spoilt, probs, activation)
+        assert a[1, 2].isnan() and a.isnan().sum() == 1
+        assert dh[1, 8 - half].isnan() and not dh[0].isnan().any(), "the other half's gradient"
+        assert dprobs.isnan().tolist() == [False, True]
+
+
+@pytest.mark.parametrize("run", [called, launched])
+@pytest.mark.parametrize("device", LAUNCHER_DEVICES)
 def test_rows_of_zeros_stay_zeros(run: Callable[..., Any], device: str) -> None:
     da, h, probs = operands(4, 12, torch.float32, device)
     h[2:], da[2:] = 0, 0

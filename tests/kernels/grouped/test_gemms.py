@@ -493,8 +493,9 @@ def test_each_expert_has_an_accumulator_and_a_bit() -> None:
     grads = [torch.zeros(2, 4) for _ in range(3)]
     with pytest.raises(ValueError, match="got 3 main_grads for 2 experts"):
         grouped_wgrad_accumulate(dy, x, grads, offsets)
-    with pytest.raises(ValueError, match="got 1 overwrite bits for 2 experts"):
-        grouped_wgrad_accumulate(dy, x, grads[:2], offsets, overwrite=[True])
+    for bits in ([True], [True, False, True]):
+        with pytest.raises(ValueError, match=f"got {len(bits)} overwrite bits for 2 experts"):
+            grouped_wgrad_accumulate(dy, x, grads[:2], offsets, overwrite=bits)
     assert not any(grad.any() for grad in grads)
 
 

@@ -91,10 +91,13 @@ def test_each_expert_has_the_bits_of_its_rows_alone(name: str, splits: str, tran
             assert factor is None or torch.equal(factor, alone.factor)
         if transposed:
             together, borders = rows_of_experts(q)
+            wide, _ = rows_of_experts(q, torch.float64)
             for expert, rows in enumerate(together[: borders[-1]].split(borders.diff().tolist())):
                 data, scale, factor = expert_of(q, expert, spec)
                 alone = Quantized(data, scale, factor, spec, len(rows))
                 assert not len(rows) or torch.equal(rows.t(), dequantize(alone))
+                exactly = wide[borders[expert] : borders[expert + 1]].t()
+                assert not len(rows) or torch.equal(exactly, dequantize(alone, torch.float64))
         outside = dequantize_grouped(q)
         outside = outside[:, q.offsets[-1] :] if transposed else outside[q.offsets[-1] :]
         assert outside.count_nonzero() == 0  # NaN would count
@@ -139,6 +142,18 @@ def test_small_experts_take_half_the_bytes(name: str, rows: int) -> None:
         x, offsets = torch.empty(64 * rows, 2048, dtype=torch.bfloat16), torch.empty(65, dtype=torch.int64)
         q = quantize_grouped(x, GROUPED[name], offsets, transposed=True)
         assert sum(tensor.nbytes for tensor in q.tensors) <= 0.55 * x.nbytes
+
+
+def test_copies_of_few_rows_of_many_experts_by_offsets_of_32_bits() -> None:
+    """Rows without tokens take no columns, and offsets keep their dtype."""
+    x, offsets = torch.randn(2, 3, generator=torch.Generator().manual_seed(0)), torch.zeros(41, dtype=torch.int64)
+    offsets[7:], offsets[30:] = 1, 2
+    for name in ("current", "block", "MXFP8"):
+        long, short = (quantize_grouped(x, SPECS[name], each, transposed=True) for each in (offsets, offsets.int()))
+        assert short.matrix.columns == 128
+        (rows, ends), (expected, others) = rows_of_experts(short), rows_of_experts(long)
+        assert short.offsets.dtype is ends.dtype is torch.int32 and torch.equal(ends.long(), others)
+        assert torch.equal(short.offsets.long(), long.offsets) and torch.equal(rows, expected)
 
 
 def test_what_cannot_be_quantised() -> None:
@@ -260,7 +275,7 @@ def test_products_that_do_not_match() -> None:
     offsets = torch.tensor([0, 4])
     rows = quantize_grouped(torch.ones(4, 8), SPECS["current"], offsets)
     weights, _ = quantize_experts(torch.ones(1, 4, 16), SPECS["current"], None)
-    assert weights is not None
+    assert weights is not None and weights.shape == (4, 16)
     with pytest.raises(ValueError, match="contracts the last dims"):
         scaled_grouped_product(rows, weights, torch.float32)
     rotated = QuantSpec(Element.E4M3, (1, 16), ScaleForm.POWER_OF_TWO, rotated=True)

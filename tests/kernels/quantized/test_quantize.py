@@ -8,7 +8,7 @@ import torch
 from quant_oracle import NAN, SPECS, check_quantized
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from maingrad.kernels.quantized import Element, QuantSpec, ScaleForm, dequantize, quantize, quantize_both
+from maingrad.kernels.quantized import Element, QuantSpec, ScaleForm, dequantize, quantize, quantize_both, restored
 from maingrad.kernels.quantized.quantize import record_amax
 
 E2M1, E4M3 = Element.E2M1, Element.E4M3
@@ -29,6 +29,7 @@ def test_numbers_in_fp64_are_products_that_are_not_rounded() -> None:
     q = quantize(torch.tensor([[1.0, 3.0, 0.7]]), SPECS["current"])
     exact = q.data.double() * q.scale.double()
     assert torch.equal(dequantize(q, torch.float64), exact[:, :3]) and (exact.float() != exact).any()
+    assert torch.equal(dequantize(q, torch.bfloat16), dequantize(q).bfloat16())
 
 
 def test_a_recorded_amax_is_the_largest_so_far_whatever_is_nan() -> None:
@@ -117,6 +118,8 @@ def test_scales_are_given_where_one_is_the_tensors() -> None:
     x, scale = torch.ones(4, 32), torch.tensor(2.0)
     found = quantize(x, QuantSpec(Element.E4M3, None, ScaleForm.FP32), scale=scale)
     assert (found.data.float() == 2).all() and found.scale == 0.5
+    half = quantize(x.bfloat16(), QuantSpec(Element.E4M3, None, ScaleForm.FP32), scale=torch.tensor(1.0626))
+    assert (half.data.float() == 1.125).all(), "bf16 would round the product to 1.0625, a tie"
     for spec in (
         QuantSpec(Element.E4M3, (1, 128), ScaleForm.FP32),
         QuantSpec(Element.E4M3, None, ScaleForm.POWER_OF_TWO),
@@ -145,8 +148,10 @@ def test_rows() -> None:
             q.rows(start, end)
     q = quantize(x[:200], SPECS["block, weights"])  # whose last block is smaller
     assert torch.equal(dequantize(q.rows(128, 200)), dequantize(q)[128:])
-    q = quantize(x, SPECS["NVFP4"])
-    assert torch.equal(dequantize(q.rows(3, 7)), dequantize(q)[3:7])
+    for name in ("NVFP4", "current"):
+        q = quantize(x, SPECS[name])
+        assert torch.equal(dequantize(q.rows(3, 7)), dequantize(q)[3:7])
+        assert torch.equal(dequantize(restored(q.tensors, q.spec, q.columns)), dequantize(q))
 
 
 @pytest.mark.parametrize("around", ["torch.autocast", "default fp64", "default device"])
