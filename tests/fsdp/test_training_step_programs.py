@@ -137,7 +137,7 @@ def test_groups_that_change(change: Callable[[Any, list[Tensor]], None]) -> None
 
 
 def test_parameters_beside_the_model() -> None:
-    """They are replicated, in the same optimizer; one is hooked, and frozen later."""
+    """They are replicated, in the same optimizer; one is hooked, and frozen later, and one gets other memory."""
 
     def program(graphed: bool) -> dict[str, Any]:
         model, shift, scale = sharded(), nn.Parameter(torch.zeros(())), nn.Parameter(torch.ones(()))
@@ -163,6 +163,8 @@ def test_parameters_beside_the_model() -> None:
             if number == 5:
                 handle.remove()
                 scale.requires_grad_(False)
+            if number == 8:
+                shift.data = shift.data.clone()
         if graphed:
             scale.requires_grad_(True).grad = torch.ones(())
             with pytest.raises(RuntimeError, match="zero_grad"):

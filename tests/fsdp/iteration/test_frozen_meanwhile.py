@@ -206,6 +206,17 @@ def test_what_was_never_trained_stays_so() -> None:
         model(torch.ones(2, 5))
 
 
+def test_a_model_that_was_never_trained_is_not_frozen_meanwhile() -> None:
+    """What has changed since it was sharded is refused."""
+    model: Any = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 3)).requires_grad_(False)
+    for module in (*model, model):
+        fully_shard(module)
+    model(torch.ones(2, 5))
+    model[1].weight.requires_grad_(True)
+    with pytest.raises(RuntimeError, match=r"parameter '1.weight' was unfrozen"):
+        model(torch.ones(2, 5))
+
+
 @pytest.mark.parametrize("name", ["weight", "bias"])
 def test_one_parameter_that_is_frozen_freezes_no_model(name: str) -> None:
     model = fully_shard(nn.Linear(5, 3))

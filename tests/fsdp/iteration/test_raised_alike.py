@@ -10,6 +10,7 @@ import torch.distributed as dist
 from gloo import run_ranks
 from loops import assert_same
 from torch import Tensor, nn
+from torch.distributed.tensor import Replicate
 
 from maingrad.ddp import WORLD_OF_ONE, save_checkpoint
 from maingrad.fsdp import fully_shard
@@ -143,16 +144,23 @@ STATES: dict[str, tuple[Callable[[], str], str, bool]] = {
 }
 
 
-def test_ranks_that_bring_one_weight_in_different_forms_are_refused_on_all() -> None:
-    """A DTensor of these ranks is exchanged among them, and a whole tensor on another rank is not."""
+@pytest.mark.parametrize(
+    ("form", "words"),
+    [
+        (lambda weight: weight.full_tensor(), "a whole tensor"),
+        (lambda weight: weight.redistribute(placements=[Replicate()]), "a DTensor of other ranks"),
+    ],
+)
+def test_ranks_that_bring_one_weight_in_different_forms_are_refused_on_all(form: Any, words: str) -> None:
+    """A DTensor of these ranks is exchanged among them, and what another rank brings is not."""
 
     def load() -> str:
         model, _ = trained()
         state = model.state_dict()
-        whole = state["0.weight"].full_tensor()
-        return outcome(model.load_state_dict, {**state, "0.weight": whole} if offends() else state)
+        other = form(state["0.weight"])
+        return outcome(model.load_state_dict, {**state, "0.weight": other} if offends() else state)
 
-    message = "rank 0 has 0.weight (a DTensor of these ranks), where rank 1 has 0.weight (a whole tensor)"
+    message = f"rank 0 has 0.weight (a DTensor of these ranks), where rank 1 has 0.weight ({words})"
     check(simulate(load, 2), message, one=False)
 
 

@@ -428,6 +428,9 @@ def test_after_a_backward_that_failed_inside_a_unit_the_model_has_its_shards() -
         for name, param in model.named_parameters():
             assert param is before[name]
         assert all(value.full_tensor().isfinite().all() for value in model.state_dict().values())
+        model(batch(1))  # gives the iteration up
+        model.finish_grad_sync()
+        assert all(param.grad is None for param in model.parameters())
 
     simulate(fail, 2)
 

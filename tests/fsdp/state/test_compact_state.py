@@ -278,7 +278,7 @@ def test_assigned_state_of_the_whole_parameter_is_refused() -> None:
 
 
 def test_an_optimizer_that_is_built_after_the_backward() -> None:
-    """``.grad`` was shown in bf16 before, and a program has changed one."""
+    """``.grad`` was shown in bf16 before, and a program has changed one, and replaced another."""
     early, late = shard(make_net()), shard(make_net())
     expected = ShardedAdamW(early.parameters(), **HYPER)
     for model in (early, late):
@@ -289,6 +289,7 @@ def test_an_optimizer_that_is_built_after_the_backward() -> None:
         for model in (early, late):
             model[0].weight.grad.mul_(0.0)
             model[2].bias.grad = None
+            model[2].weight.grad = model[2].weight.detach().clone()
     found = ShardedAdamW(late.parameters(), **HYPER)
     for optimizer in (expected, found):
         optimizer.step()

@@ -409,6 +409,20 @@ def test_within_a_step_all_is_local_and_plain_and_after_one_that_raised_it_is_no
         torch.testing.assert_close(found, [param.detach() for param in reference.parameters()])
 
 
+def test_a_step_over_copies_of_shards_is_local_too() -> None:
+    """As an average of weights that an optimizer moves."""
+
+    def check(model: Any) -> None:
+        copies = copy.deepcopy(list(model.parameters()))
+        for param, copied in zip(model.parameters(), copies, strict=True):
+            copied.grad = param.grad
+        optimizer = PerParameter(copies)
+        optimizer.step()
+        assert all(type(state["momentum"]) is Tensor for state in optimizer.state.values())
+
+    on_each(check, shard_atoms="whole")
+
+
 def test_a_step_within_a_step_leaves_the_outer_one_local() -> None:
     """An optimizer around another (Lookahead, a mean of weights) goes on after the inner step."""
 

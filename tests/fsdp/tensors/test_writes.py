@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from maingrad.ddp import WORLD_OF_ONE
 from maingrad.fsdp import fully_shard
@@ -50,6 +51,20 @@ def test_one_rank_draws_as_it_does_without_fully_shard(name: str) -> None:
             torch.manual_seed(0)
             DRAWS[name](weight)
     assert torch.equal(model.weight.detach(), plain.weight)
+
+
+@torch.no_grad()
+def draw_alike() -> None:
+    """Ranks of two instances of one rank each have the same elements."""
+    model = fully_shard(nn.Linear(4, 4), init_device_mesh("cpu", (2, 1)), "hsdp")
+    torch.manual_seed(0)
+    expected = torch.empty(4, 4).normal_()
+    torch.manual_seed(0)
+    assert torch.equal(model.weight.normal_().detach(), expected)
+
+
+def test_ranks_that_share_no_parameter_draw_alike() -> None:
+    simulate(draw_alike, 2)
 
 
 @torch.no_grad()

@@ -391,8 +391,9 @@ def test_compiled_and_scripted_modules() -> None:
     ):
         fully_shard(torch.compile(Block()))
     scripted = torch.jit.script(nn.Linear(3, 3))
-    with pytest.raises(ValueError, match="module '0' is a ScriptModule, whose parameters stay where they are"):
-        fully_shard(nn.Sequential(scripted))
+    for place, model in (("0", nn.Sequential(scripted)), ("0.0", nn.Sequential(nn.Sequential(scripted)))):
+        with pytest.raises(ValueError, match=f"module '{place}' is a ScriptModule, whose parameters stay where they"):
+            fully_shard(model)
 
 
 def test_a_policy_of_another_library() -> None:

@@ -420,6 +420,16 @@ def test_complex_buffers_are_written_or_refused(dtype: torch.dtype) -> None:
     assert model.codes.tolist() == [2 - 1j] * 4
 
 
+def test_a_sparse_buffer_may_come_from_the_meta_device() -> None:
+    model = WithBuffer(torch.sparse_coo_tensor(size=(3, 3), device="meta"))
+
+    def initialise(module: nn.Module) -> None:
+        module.codes = torch.eye(3).to_sparse()
+
+    fully_shard(model, WORLD_OF_ONE, device="cpu", init_fn=initialise, init_sync=False)
+    assert torch.equal(model.codes.to_dense(), torch.eye(3))
+
+
 def test_an_initialiser_that_leaves_a_tensor_on_meta_is_refused() -> None:
     def initialise(module: nn.Module) -> None:
         module.codes = torch.ones(4, device="meta")

@@ -426,10 +426,13 @@ def test_weights_are_the_first_ranks_unless_told_otherwise(kind: str) -> None:
         torch.manual_seed(rank)
         model = Net()
         model.register_buffer("counter", torch.tensor(float(rank)))
+        model.register_buffer("by_columns", torch.full((2, 3), float(rank)).t())
+        model.stem.weight.data = model.stem.weight.data.t().contiguous().t()
         torch.manual_seed(0)
         first = Net()
         shard_blocks(model, init_sync=init_sync, **options_of(kind))
-        assert model.counter == (0 if init_sync else rank)
+        for buffer in (model.counter, model.by_columns):
+            assert (buffer == (0 if init_sync else rank)).all()
         if init_sync:
             assert_same_weights(model, first)
 

@@ -90,6 +90,23 @@ def test_whole_parameters_suit_an_optimizer_of_matrices():
         assert max(local for *_, local in of_ranks) == of_ranks[0][1]
 
 
+def test_one_matrix_that_is_cut_is_enough_to_refuse_an_optimizer_of_matrices() -> None:
+    def step(atoms: ShardAtoms) -> str:
+        model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 128, bias=False))
+        for layer, each in zip(model, ("whole", atoms), strict=True):
+            fully_shard(layer, shard_atoms=each)
+        fully_shard(model)(torch.ones(2, 4)).sum().backward()
+        try:
+            torch.optim.Muon(model.parameters()).step()
+        except RuntimeError as error:
+            return str(error)
+        return "stepped"
+
+    said = simulate(step, 2, "element")
+    assert all("shards cut them apart" in each for each in said), said
+    assert simulate(step, 2, "whole") == ["stepped"] * 2
+
+
 def test_a_pattern_that_matches_nothing_is_refused():
     with pytest.raises(ValueError, match=r"'\*\.wait' matches no parameter"):
         fully_shard(build(), shard_atoms={"*.weight": "row", "*.wait": "row", "*": "element"})
