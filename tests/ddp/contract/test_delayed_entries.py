@@ -4,6 +4,7 @@ import copy
 import gc
 import weakref
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -92,14 +93,52 @@ def test_a_lost_gradient_is_said_once_to_who_steps_over_its_weight() -> None:
     step_over(weight)
 
 
-@pytest.mark.parametrize("changed", [0, 1])
+@pytest.mark.parametrize("changed", [0, 1, 2])
 def test_an_operand_that_was_changed_meanwhile_is_refused(changed: int) -> None:
-    operands = torch.ones(1), torch.ones(1)
+    """Also a quantised one, which is several tensors."""
+    tensors = [torch.ones(1) for _ in range(3)]
+    operands: Any = tensors[0], SimpleNamespace(tensors=tensors[1:])
     entry = DelayedWgrad(lambda *_: None, operands, (), "layer", 0)
-    operands[changed].add_(1)
+    tensors[changed].add_(1)
     with pytest.raises(RuntimeError, match=r"layer: the input or the output gradient .* was changed in place"):
         entry.run()
     entry.drop()
+
+
+def test_a_gradient_whose_product_has_failed_may_be_computed_again() -> None:
+    written: list[Tensor] = []
+
+    def write(_: DelayedWgrad, operand: Tensor) -> None:
+        if not written:
+            written.append(operand)
+            raise torch.OutOfMemoryError
+        written.append(operand)
+
+    record = GradRecord("weight", torch.zeros(1), first_write_overwrites=False, shared=False)
+    entry = DelayedWgrad(write, (torch.ones(1),), [record], "layer", 0)
+    with pytest.raises(torch.OutOfMemoryError):
+        entry.run()
+    assert entry.waits
+    assert record.pending == [entry.pending]
+    entry.run()
+    assert len(written) == 2
+    assert not entry.waits
+    assert record.pending == []
+
+
+def test_what_waits_in_a_queue_keeps_no_graph() -> None:
+    """The graph of the input would keep the layers before it."""
+    first, second, queue = Linear(3, 3), Linear(3, 2, bias=False), WgradQueue()
+    x = first(torch.ones(4, 3))
+    with delayed_wgrad(queue):
+        second(x).sum().backward()
+    expected = x.detach().sum(0).expand(2, 3)
+    before = weakref.ref(first.weight)
+    del first, x
+    gc.collect()
+    assert before() is None
+    queue.drain()
+    torch.testing.assert_close(second.weight.grad, expected)
 
 
 def test_sums_in_grad_have_the_weights_dtype() -> None:

@@ -241,7 +241,8 @@ def test_a_recompute_delays_by_a_block_inside_its_segment() -> None:
     assert torch.equal(layer.weight.grad, expected)
 
 
-def test_behind_a_block_inside_its_segment_a_recompute_delays_as_the_block_around() -> None:
+@pytest.mark.parametrize("block_around", [True, False])
+def test_behind_a_block_inside_its_segment_a_recompute_delays_as_its_first_forward(block_around: bool) -> None:
     first, second = (Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
     around, inside = WgradQueue(), WgradQueue()
 
@@ -251,10 +252,10 @@ def test_behind_a_block_inside_its_segment_a_recompute_delays_as_the_block_aroun
         return second(x).tanh()  # type: ignore[no-any-return]
 
     x = BATCHES[0, 0].clone().requires_grad_()
-    with delayed_wgrad(around):
+    with delayed_wgrad(around) if block_around else nullcontext():
         loss = checkpoint(segment, x, use_reentrant=False).sum()
     loss.backward()
-    assert (len(around), len(inside)) == (1, 1)
+    assert (len(around), len(inside)) == (int(block_around), 1)
     around.drain()
     inside.drain()
     expected = torch.autograd.grad(second(first(x).tanh()).tanh().sum(), (first.weight, second.weight))
