@@ -4,6 +4,7 @@ import copy
 import gc
 import weakref
 from collections.abc import Sequence
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -115,15 +116,30 @@ def test_a_gradient_whose_product_has_failed_may_be_computed_again() -> None:
         written.append(operand)
 
     record = GradRecord("weight", torch.zeros(1), first_write_overwrites=False, shared=False)
-    entry = DelayedWgrad(write, (torch.ones(1),), [record], "layer", 0)
+    entry = DelayedWgrad(write, (torch.ones(1),), [record, record], "layer", 0)  # two experts share the weight
     with pytest.raises(torch.OutOfMemoryError):
         entry.run()
     assert entry.waits
-    assert record.pending == [entry.pending]
+    assert record.pending == [entry.pending] * 2
     entry.run()
     assert len(written) == 2
     assert not entry.waits
     assert record.pending == []
+
+
+@pytest.mark.parametrize(("fused", "delayed"), [(True, True), (False, True), (True, False)])
+def test_a_weight_that_is_frozen_after_its_forward_gets_nothing(fused: bool, delayed: bool) -> None:
+    layers = nn.Sequential(*[Linear(3, 3, bias=False, fuse_wgrad_accumulation=fused) for _ in range(2)])
+    ddp, queue = DistributedDataParallel(layers), WgradQueue()
+    with delayed_wgrad(queue) if delayed else nullcontext():
+        loss = ddp(torch.ones(2, 3)).sum()
+    layers[0].weight.requires_grad_(False)
+    with ddp.no_sync():
+        loss.backward()
+    assert len(queue) == int(delayed)
+    queue.drain()
+    assert [record.written for record in ddp.records if record.name == "0.weight"] == [False]
+    assert layers[1].weight.main_grad.any()
 
 
 def test_what_waits_in_a_queue_keeps_no_graph() -> None:
@@ -283,6 +299,13 @@ def test_functions_that_were_registered_run_behind_each_backward_dw() -> None:
         each(torch.ones(2, 4)).sum().backward()
         each.backward_dw()
     assert seen == [True, False]
+    for _ in range(2):
+        twin(torch.ones(2, 4)).sum().backward()
+    for left in (True, False):  # the oldest microbatch's alone
+        assert twin.need_backward_dw()
+        twin.backward_dw()
+        assert twin.need_backward_dw() is left
+    assert torch.equal(twin.weight.grad, 3 * layer.weight.grad)
 
 
 def test_a_target_serves_its_weights_and_its_queue() -> None:
