@@ -319,6 +319,9 @@ def evaluations_on_one_rank(job: Job) -> Iterator[None]:
             job.model.eval()
             job.loss(step)
             job.model.train()
+            tokens = job.model.module.register_forward_hook(lambda _, args, output: output.argmax(-1).float())
+            job.loss(step)
+            tokens.remove()
         job.loss(step).backward()
         yield
 
