@@ -412,7 +412,7 @@ def test_parameters_that_have_changed_places_are_found() -> None:
             before = first.clone()
             first.copy_(second)
             second.copy_(before)
-        with pytest.raises(RuntimeError, match="parameter '0.weight' has .* and so have 1 other parameters"):
+        with pytest.raises(RuntimeError, match=r"parameter '0.weight' has .* and so have 1 other parameters"):
             step(model, optimizer, torch.ones(2, 4))
 
     simulate(on_each_rank, 2)
