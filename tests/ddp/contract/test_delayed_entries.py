@@ -56,6 +56,8 @@ def test_a_step_over_what_is_pending_is_refused_until_it_is_computed_or_dropped(
     of_both = entry_of(other, weight)
     assert of_both.serves(weight)
     assert of_both.serves(other)
+    with pytest.raises(RuntimeError, match=PENDING):
+        step_over(other)
     of_both.drop()
     assert entry.waits
     step_over(other)
@@ -65,6 +67,7 @@ def test_a_step_over_what_is_pending_is_refused_until_it_is_computed_or_dropped(
         torch.optim.SGD([{"params": [other]}, {"params": [weight]}], lr=1.0).step()
     entry.run()
     assert not entry.waits
+    assert not entry.in_use
     step_over(weight)
     assert weight.tolist() == [-1, -1]
     with pytest.raises(RuntimeError, match="was computed or dropped already"):
