@@ -467,7 +467,7 @@ def test_what_was_reduced_before_a_second_backward_is_freed_when_it_is_added() -
 
 def test_watchers_are_told_of_each_end_step_and_discard_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(iteration_ends, "_watchers", [])
-    model, watcher, other = nn.Sequential(nn.Linear(5, 2)), Watcher(), Watcher()
+    model, watcher, other = nn.Sequential(nn.Sequential(nn.Linear(5, 2))), Watcher(), Watcher()
     before = iteration_ends.num_changes()
     assert not iteration_ends.is_watched()
     for each in (watcher, other, watcher):
@@ -476,8 +476,9 @@ def test_watchers_are_told_of_each_end_step_and_discard_once(monkeypatch: pytest
     assert not iteration_ends.is_in_wrapper(model[0])
     beside = DistributedDataParallel(nn.Linear(1, 1))  # no backward reaches this one
     ddp = DistributedDataParallel(model)
-    assert iteration_ends.is_in_wrapper(model[0])
     assert iteration_ends.num_changes() > before
+    behind = DistributedDataParallel(nn.Linear(1, 1))
+    assert all(map(iteration_ends.is_in_wrapper, model.modules()))
     x = torch.ones(3, 5)
     with ddp.no_sync():
         ddp(x).sum().backward()
@@ -485,7 +486,10 @@ def test_watchers_are_told_of_each_end_step_and_discard_once(monkeypatch: pytest
     ddp.finish_grad_sync()
     ddp.finish_grad_sync()
     assert watcher.told == [("ended", model, 2)]
+    trained = set(ddp.readiness.trained)
+    assert all(map(iteration_ends.was_trained_in, trained))
     ddp.zero_grad()
+    assert not any(map(iteration_ends.was_trained_in, trained))
     ddp.zero_grad()
     assert watcher.told[1:] == [("discarded", model, False)], "nobody trains it, as far as one knows"
     assert other.told == watcher.told
@@ -515,8 +519,14 @@ def test_watchers_are_told_of_each_end_step_and_discard_once(monkeypatch: pytest
     before = iteration_ends.num_changes()
     ddp.unwrap()
     assert iteration_ends.num_changes() > before
-    assert not iteration_ends.is_in_wrapper(model[0])
-    assert iteration_ends.is_in_wrapper(beside.module)
+    assert not any(map(iteration_ends.is_in_wrapper, model.modules()))
+    assert iteration_ends.is_in_wrapper(beside.module) and iteration_ends.is_in_wrapper(behind.module)
+    watcher.told.clear()
+    again = DistributedDataParallel(model)
+    again(x).sum().backward()
+    again.finish_grad_sync()
+    again.zero_grad()
+    assert watcher.told == [("ended", model, 1), ("discarded", model, False)], "its optimizer went with its wrapper"
 
 
 @pytest.mark.parametrize(

@@ -404,6 +404,20 @@ def test_elements_that_have_changed_places_are_found() -> None:
         simulate(on_each_rank, ranks)
 
 
+def test_parameters_that_have_changed_places_are_found() -> None:
+    def on_each_rank() -> None:
+        model, optimizer = wrap(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), "all-reduce", check_replicas_every=1)
+        first, second = (layer.weight.data for layer in model.module)
+        if dist.get_rank() == 1:
+            before = first.clone()
+            first.copy_(second)
+            second.copy_(before)
+        with pytest.raises(RuntimeError, match=r"parameter '0.weight' has .* and so have 1 other parameters"):
+            step(model, optimizer, torch.ones(2, 4))
+
+    simulate(on_each_rank, 2)
+
+
 @pytest.mark.parametrize(("numel", "element"), [(1, 0), (1030, 0), (1030, 1024), (1030, 1029)])
 def test_a_difference_in_one_element_is_found(numel: int, element: int) -> None:
     def on_each_rank() -> None:

@@ -152,12 +152,12 @@ def test_a_failure_closes_each_group_of_the_wrapper_once(monkeypatch: pytest.Mon
     reporter = failing("gloo", monkeypatch)
     closed: list[Any] = []
     monkeypatch.setattr(failure_report, "_close_connections", closed.append)
-    inner, outer, gathers = (dist.ProcessGroup(dist.HashStore(), 0, 2) for _ in range(3))
-    reporter.grids = [RankGrid(inner, outer, gathers), RankGrid(inner, None, inner)]
+    inner, outer, gathers, experts = (dist.ProcessGroup(dist.HashStore(), 0, 2) for _ in range(4))
+    reporter.grids = [RankGrid(inner, outer, gathers), RankGrid(inner, None, inner), RankGrid(experts, None, inner)]
     with pytest.raises(CollectiveError), reporter.watch("all_reduce"):
         raise RuntimeError("a peer is gone")
-    assert len(closed) == 3
-    assert all(any(each is group for each in closed) for group in (inner, outer, gathers))
+    assert len(closed) == 4
+    assert all(any(each is group for each in closed) for group in (inner, outer, gathers, experts))
 
 
 @pytest.mark.parametrize(("backends", "tried"), [("cpu:gloo,cuda:nccl", [0, 2, 3]), ("nccl", [])])

@@ -1,11 +1,15 @@
 """Rows of the table of placements, and the reductions of rows that only sharded models have."""
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
+from maingrad.ddp.collectives.in_flight import in_stages
 from maingrad.ddp.collectives.rank_grid import make_grid
 from maingrad.ddp.collectives.reduction import PLACEMENTS, AxisPlacement, GradReduction, Placement, Placements
 from maingrad.launch import simulate
@@ -68,3 +72,27 @@ def test_each_rank_owns_the_sum_that_its_row_says(name: str, numel: int) -> None
         assert torch.equal(part, total[start:end])
     starts = {"hsdp_zero1": [0, 4, 2, 6], "hsdp": [0, 4, 0, 4], "ddp": [0] * 4}
     assert [start for (start, _), _, _ in found] == starts[name]
+
+
+@pytest.mark.parametrize("stages", [(), (None,), (None, "all-reduce"), ("reduce-scatter", None, "all-reduce")])
+def test_a_chain_waits_for_each_of_its_collectives_before_the_next(stages: tuple[str | None, ...]) -> None:
+    """One may be done already when it is started, or run on the caller's stream: there is nothing to wait for."""
+    done: list[str] = []
+
+    class Work:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def wait(self) -> None:
+            done.append(f"{self.name} ends")
+
+    def chain() -> Iterator[Any]:
+        for name in stages:
+            done.append(f"{name} begins")
+            yield None if name is None else Work(name)
+
+    flight = in_stages(chain(), ())
+    assert done == [f"{name} begins" for name in stages[:1]]
+    for _ in range(2):  # a second wait finds it over
+        flight.wait()
+        assert done == [each for name in stages for each in (f"{name} begins", f"{name} ends") if each != "None ends"]

@@ -293,6 +293,17 @@ def microbatches_without_a_loss(job: Job) -> Iterator[None]:
         yield
 
 
+def backwards_through_one_forward(job: Job) -> Iterator[None]:
+    """Which count once, like the forward."""
+    for step in range(3):
+        with job.model.no_sync():
+            loss = job.loss(step)
+            loss.backward(retain_graph=True)
+            (loss if dist.get_rank() == step else job.loss(step)).backward()
+        job.loss(10 + step).backward()
+        yield
+
+
 def no_batch_at_all(job: Job) -> Iterator[None]:
     for step in range(3):
         if dist.get_rank() == step:
@@ -308,6 +319,9 @@ def evaluations_on_one_rank(job: Job) -> Iterator[None]:
             job.model.eval()
             job.loss(step)
             job.model.train()
+            tokens = job.model.module.register_forward_hook(lambda _, args, output: output.argmax(-1).float())
+            job.loss(step)
+            tokens.remove()
         job.loss(step).backward()
         yield
 
@@ -365,6 +379,7 @@ RIGHT = [
     a_look_before_training,
     another_number_of_microbatches,
     microbatches_without_a_loss,
+    backwards_through_one_forward,
     no_batch_at_all,
     evaluations_on_one_rank,
     two_losses,

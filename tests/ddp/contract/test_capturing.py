@@ -147,7 +147,27 @@ def test_what_another_thread_captures_is_not_ours() -> None:
     with ThreadPoolExecutor(1) as executor, streams.capturing():
         assert streams.is_capturing()
         assert not executor.submit(streams.is_capturing).result()
+        assert executor.submit(streams.capture_number).result() == 0
     assert not streams.is_capturing()
+
+
+def test_each_capture_has_a_number_of_its_own() -> None:
+    """Also one inside another, which goes on behind it, and behind one that raised."""
+    numbers = {0}
+
+    def capture_and_raise() -> None:
+        with streams.capturing():
+            numbers.add(streams.capture_number())
+            raise KeyError
+
+    with streams.capturing():
+        numbers.add(first := streams.capture_number())
+        with pytest.raises(KeyError):
+            capture_and_raise()
+        assert streams.capture_number() == first
+    assert streams.capture_number() == 0
+    with streams.capturing():
+        assert len(numbers | {streams.capture_number()}) == 4
 
 
 def test_a_weight_of_which_others_have_a_part_is_never_overwritten() -> None:

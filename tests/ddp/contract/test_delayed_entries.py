@@ -4,6 +4,8 @@ import copy
 import gc
 import weakref
 from collections.abc import Sequence
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -54,6 +56,8 @@ def test_a_step_over_what_is_pending_is_refused_until_it_is_computed_or_dropped(
     of_both = entry_of(other, weight)
     assert of_both.serves(weight)
     assert of_both.serves(other)
+    with pytest.raises(RuntimeError, match=PENDING):
+        step_over(other)
     of_both.drop()
     assert entry.waits
     step_over(other)
@@ -63,6 +67,7 @@ def test_a_step_over_what_is_pending_is_refused_until_it_is_computed_or_dropped(
         torch.optim.SGD([{"params": [other]}, {"params": [weight]}], lr=1.0).step()
     entry.run()
     assert not entry.waits
+    assert not entry.in_use
     step_over(weight)
     assert weight.tolist() == [-1, -1]
     with pytest.raises(RuntimeError, match="was computed or dropped already"):
@@ -92,14 +97,67 @@ def test_a_lost_gradient_is_said_once_to_who_steps_over_its_weight() -> None:
     step_over(weight)
 
 
-@pytest.mark.parametrize("changed", [0, 1])
+@pytest.mark.parametrize("changed", [0, 1, 2])
 def test_an_operand_that_was_changed_meanwhile_is_refused(changed: int) -> None:
-    operands = torch.ones(1), torch.ones(1)
+    """Also a quantised one, which is several tensors."""
+    tensors = [torch.ones(1) for _ in range(3)]
+    operands: Any = tensors[0], SimpleNamespace(tensors=tensors[1:])
     entry = DelayedWgrad(lambda *_: None, operands, (), "layer", 0)
-    operands[changed].add_(1)
+    tensors[changed].add_(1)
     with pytest.raises(RuntimeError, match=r"layer: the input or the output gradient .* was changed in place"):
         entry.run()
     entry.drop()
+
+
+def test_a_gradient_whose_product_has_failed_may_be_computed_again() -> None:
+    written: list[Tensor] = []
+
+    def write(_: DelayedWgrad, operand: Tensor) -> None:
+        if not written:
+            written.append(operand)
+            raise torch.OutOfMemoryError
+        written.append(operand)
+
+    record = GradRecord("weight", torch.zeros(1), first_write_overwrites=False, shared=False)
+    entry = DelayedWgrad(write, (torch.ones(1),), [record, record], "layer", 0)  # two experts share the weight
+    with pytest.raises(torch.OutOfMemoryError):
+        entry.run()
+    assert entry.waits
+    assert record.pending == [entry.pending] * 2
+    entry.run()
+    assert len(written) == 2
+    assert not entry.waits
+    assert record.pending == []
+
+
+@pytest.mark.parametrize(("fused", "delayed"), [(True, True), (False, True), (True, False)])
+def test_a_weight_that_is_frozen_after_its_forward_gets_nothing(fused: bool, delayed: bool) -> None:
+    layers = nn.Sequential(*[Linear(3, 3, bias=False, fuse_wgrad_accumulation=fused) for _ in range(2)])
+    ddp, queue = DistributedDataParallel(layers), WgradQueue()
+    with delayed_wgrad(queue) if delayed else nullcontext():
+        loss = ddp(torch.ones(2, 3)).sum()
+    layers[0].weight.requires_grad_(False)
+    with ddp.no_sync():
+        loss.backward()
+    assert len(queue) == int(delayed)
+    queue.drain()
+    assert [record.written for record in ddp.records if record.name == "0.weight"] == [False]
+    assert layers[1].weight.main_grad.any()
+
+
+def test_what_waits_in_a_queue_keeps_no_graph() -> None:
+    """The graph of the input would keep the layers before it."""
+    first, second, queue = Linear(3, 3), Linear(3, 2, bias=False), WgradQueue()
+    x = first(torch.ones(4, 3))
+    with delayed_wgrad(queue):
+        second(x).sum().backward()
+    expected = x.detach().sum(0).expand(2, 3)
+    before = weakref.ref(first.weight)
+    del first, x
+    gc.collect()
+    assert before() is None
+    queue.drain()
+    torch.testing.assert_close(second.weight.grad, expected)
 
 
 def test_sums_in_grad_have_the_weights_dtype() -> None:
@@ -244,6 +302,13 @@ def test_functions_that_were_registered_run_behind_each_backward_dw() -> None:
         each(torch.ones(2, 4)).sum().backward()
         each.backward_dw()
     assert seen == [True, False]
+    for _ in range(2):
+        twin(torch.ones(2, 4)).sum().backward()
+    for left in (True, False):  # the oldest microbatch's alone
+        assert twin.need_backward_dw()
+        twin.backward_dw()
+        assert twin.need_backward_dw() is left
+    assert torch.equal(twin.weight.grad, 3 * layer.weight.grad)
 
 
 def test_a_target_serves_its_weights_and_its_queue() -> None:

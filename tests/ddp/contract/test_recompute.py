@@ -241,6 +241,28 @@ def test_a_recompute_delays_by_a_block_inside_its_segment() -> None:
     assert torch.equal(layer.weight.grad, expected)
 
 
+@pytest.mark.parametrize("block_around", [True, False])
+def test_behind_a_block_inside_its_segment_a_recompute_delays_as_its_first_forward(block_around: bool) -> None:
+    first, second = (Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
+    around, inside = WgradQueue(), WgradQueue()
+
+    def segment(x: Tensor) -> Tensor:
+        with delayed_wgrad(inside):
+            x = first(x).tanh()
+        return second(x).tanh()  # type: ignore[no-any-return]
+
+    x = BATCHES[0, 0].clone().requires_grad_()
+    with delayed_wgrad(around) if block_around else nullcontext():
+        loss = checkpoint(segment, x, use_reentrant=False).sum()
+    loss.backward()
+    assert (len(around), len(inside)) == (int(block_around), 1)
+    around.drain()
+    inside.drain()
+    expected = torch.autograd.grad(second(first(x).tanh()).tanh().sum(), (first.weight, second.weight))
+    assert torch.equal(first.weight.grad, expected[0])
+    assert torch.equal(second.weight.grad, expected[1])
+
+
 def test_a_block_around_a_segment_is_refused_where_the_recompute_would_not_see_it() -> None:
     """Of a compiled layer, which asks."""
 

@@ -16,6 +16,7 @@ from loops import (
 from torch import nn
 
 from maingrad.ddp import DistributedOptimizer, add_grad
+from maingrad.ddp.contract.main_grad import attach_lazily
 from maingrad.ddp.contract.record import GradRecord
 from maingrad.launch import simulate
 
@@ -223,3 +224,15 @@ def test_a_reset_record_is_as_a_new_one() -> None:
     record.of_weight = "a quantised copy"
     record.close("its bucket was launched")
     assert record.of_weight is None, "the weight may change now"
+
+
+def test_who_asks_for_a_lazy_main_grad_gets_zeros_or_the_sum_so_far() -> None:
+    """Memory that was taken for a first write which overwrites holds anything."""
+    param = nn.Parameter(torch.zeros(2))
+    record = GradRecord("weight", torch.full((2,), torch.nan), first_write_overwrites=True, shared=False)
+    record.make_room = lambda: None
+    attach_lazily(param, record)
+    assert not hasattr(param, "main_grad")
+    assert param.get_main_grad().tolist() == [0, 0]
+    param.get_main_grad().add_(3)
+    assert param.get_main_grad().tolist() == [3, 3]

@@ -348,6 +348,15 @@ def test_deleting_the_wrapper_gives_the_parameters_back() -> None:
     assert_same(weights(model), weights(plain))
 
 
+def test_a_tied_weight_is_given_back_as_it_was() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight = model[0].weight
+    ddp = wrap(model)
+    assert model[0].weight.__dict__
+    ddp.unwrap()
+    assert not model[0].weight.__dict__
+
+
 def test_a_model_can_be_wrapped_again_once_its_wrapper_is_gone() -> None:
     model = make_model()
     plain = plain_twin(model)

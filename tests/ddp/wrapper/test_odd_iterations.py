@@ -36,6 +36,22 @@ def test_finish_grad_sync_behind_a_read_changes_nothing(overlap: bool) -> None:
     assert all(map(torch.equal, grads, [param.grad for param in ddp.parameters()]))
 
 
+def test_a_step_in_a_hook_of_an_activation_is_refused_before_any_gradient_has_come() -> None:
+    """What the first backward has brought is there; what the second brings is not."""
+    ddp, (first, second) = wrap(make_model()), make_batches(2)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    loss_of(ddp, first).backward()
+    before = weights(ddp)
+    out = ddp(second)
+    out.register_hook(lambda _: optimizer.step())
+    with pytest.raises(RuntimeError, match=r"optimizer\.step\(\) in a hook.*after the backward"):
+        out.sum().backward()
+    assert_same(weights(ddp), before)
+    ddp.zero_grad()
+    loss_of(ddp, second).backward()
+    optimizer.step()
+
+
 @pytest.mark.parametrize("give_up", ["abandon_iteration", "zero_grad", "unwrap"])
 def test_what_forwards_have_written_ahead_may_be_given_up(give_up: str) -> None:
     """``LinearCrossEntropy`` writes in the forward, and its backward did not come: no reduction may miss it."""
