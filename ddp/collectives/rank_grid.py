@@ -265,9 +265,12 @@ class RankGrid(NamedTuple):
 
     @torch.no_grad()
     def broadcast(self, tensor: Tensor) -> None:
-        """Copy the first rank's tensor to all other ranks."""
+        """Copy the first rank's tensor to all other ranks. A rank alone may have it sparse."""
+        groups = list(self.axes)
+        if not groups:
+            return
         whole = tensor.contiguous()  # NCCL needs contiguous memory
-        for group in reversed(list(self.axes)):
+        for group in reversed(groups):
             dist.broadcast(whole, dist.get_global_rank(group, 0), group=group)
         if whole is not tensor:
             tensor.copy_(whole)

@@ -426,7 +426,7 @@ def test_a_sparse_buffer_may_come_from_the_meta_device() -> None:
     def initialise(module: nn.Module) -> None:
         module.codes = torch.eye(3).to_sparse()
 
-    fully_shard(model, WORLD_OF_ONE, device="cpu", init_fn=initialise, init_sync=False)
+    fully_shard(model, WORLD_OF_ONE, device="cpu", init_fn=initialise)
     assert torch.equal(model.codes.to_dense(), torch.eye(3))
 
 

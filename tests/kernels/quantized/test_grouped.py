@@ -161,8 +161,9 @@ def test_what_cannot_be_quantised() -> None:
     for shape in ((4,), (0, 3), (3, 0)):
         with pytest.raises(ValueError, match="a matrix that has elements"):
             quantize_grouped(torch.ones(shape), SPECS["current"], offsets)
-    with pytest.raises(ValueError, match="would lie in several experts"):
-        quantize_grouped(torch.ones(4, 4), SPECS["block, weights"], offsets)
+    for transposed in (False, True):
+        with pytest.raises(ValueError, match="blocks of 128 rows are for weights"):
+            quantize_grouped(torch.ones(4, 4), SPECS["block, weights"], offsets, transposed=transposed)
 
 
 def test_each_copy_is_by_its_own_spec() -> None:
