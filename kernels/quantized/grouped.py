@@ -62,12 +62,12 @@ def quantize_grouped(x: Tensor, spec: QuantSpec, offsets: Tensor, *, transposed:
     offsets     [E + 1], int32 or int64, ascending from 0, at most T; on the device of x
     transposed  quantise the transpose of each expert's rows, [C, rows]
 
-    An expert may have no rows. Raises ``ValueError`` unless x is a matrix with elements, and for blocks of several rows.
+    An expert may have no rows. Raises ``ValueError`` for blocks of several rows, and unless x is a matrix with elements.
     """
     if x.dim() != 2 or x.numel() == 0:
         raise ValueError(f"quantize_grouped takes a matrix that has elements, got {tuple(x.shape)}")
     if spec.block is not None and spec.block[0] != 1:
-        raise ValueError(f"blocks of {spec.block[0]} rows are for weights, and experts' rows have blocks of one: {spec}")
+        raise ValueError(f"blocks of {spec.block[0]} rows are for weights; experts' rows have blocks of one: {spec}")
     if transposed:
         offsets, source = _segments(offsets, x.shape[0], spec)
         x = x.index_select(0, source.clamp(min=0)).t().contiguous()
