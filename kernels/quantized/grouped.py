@@ -62,7 +62,8 @@ def quantize_grouped(x: Tensor, spec: QuantSpec, offsets: Tensor, *, transposed:
     offsets     [E + 1], int32 or int64, ascending from 0, at most T; on the device of x
     transposed  quantise the transpose of each expert's rows, [C, rows]
 
-    An expert may have no rows. Raises ``ValueError`` for blocks of several rows, and unless x is a matrix with elements.
+    An expert may have no rows. Raises ``ValueError`` for blocks of several rows, and for an x that is no matrix
+    with elements.
     """
     if x.dim() != 2 or x.numel() == 0:
         raise ValueError(f"quantize_grouped takes a matrix that has elements, got {tuple(x.shape)}")
