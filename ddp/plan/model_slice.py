@@ -84,7 +84,8 @@ class ModelSlice(NamedTuple):
         """Whether ranks have slices of different shapes."""
         if self.dim is None or self.group is None:
             return False
-        return self.largest_shape[self.dim] * self.group.size() != self.shape[self.dim]
+        shapes = self.local_shape, self.largest_shape
+        return any(each[self.dim] * self.group.size() != self.shape[self.dim] for each in shapes)
 
     def views_of(self, whole: Tensor) -> list[Tensor]:
         """What this rank has of ``whole``, a tensor of ``shape``, box by box: concatenated, as the local parameter."""
