@@ -444,11 +444,15 @@ def test_without_a_provider_the_error_is_eagers() -> None:
 
 
 @pytest.mark.in_turn
-def test_a_module_freed_before_backward_is_an_error() -> None:
+@pytest.mark.parametrize("keeps_code", [False, True])
+def test_a_module_freed_before_backward_is_an_error(keeps_code: bool) -> None:
     layer = Linear(FEATURES, FEATURES, fuse_wgrad_accumulation=True)
     ddp = wrap(layer)
-    loss = torch.compile(layer, backend="aot_eager", fullgraph=True)(batch().requires_grad_()).sum()
-    torch.compiler.reset()
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    loss = compiled(batch().requires_grad_()).sum()
+    if not keeps_code:
+        torch.compiler.reset()
+    del compiled
     del layer, ddp
     gc.collect()
     with pytest.raises(RuntimeError, match="a module was freed between its compiled forward and the backward"):

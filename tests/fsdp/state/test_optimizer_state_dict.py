@@ -194,6 +194,9 @@ def test_numbers_and_the_state_of_plain_parameters_stay_as_they_are() -> None:
         for param in (*model.parameters(), scale):
             assert_same(dict(other.state[param]), dict(optimizer.state[param]))
 
+        saved = {**state["state"][2], "master": scale.detach().clone()}  # by an optimizer that keeps masters
+        other.load_state_dict({**state, "state": {**state["state"], 2: saved}})
+        assert "master" in saved and "master" not in other.state[scale]
         weight, bias = state["state"][0], state["state"][1]
         wrong = {**state, "state": {**state["state"], 0: {**weight, "exp_avg_sq": bias["exp_avg_sq"]}}}
         with pytest.raises(ValueError, match=r"'exp_avg_sq' of 'weight': size mismatch, of shape \[4\]"):

@@ -313,6 +313,7 @@ def test_borders_belong_to_a_digest(tmp_path: Path):
         assert (digests(documents, [100, 300])["training"] != digests(documents, [101, 299])["training"]) is differ
     one, other = digests("join", [100, 100], [200]), digests("join", [100, 120], [180])
     assert one["training"].says_otherwise(other["training"]) is not None
+    assert one["training"].borders != other["training"].borders, "as many tokens, otherwise shared out to paths"
     ids = np.array([0, 4])
     borders = [(10, None)], [(10, ids)], [(10, ids + 1)], [(11, None)], [(5, None), (5, None)], [(10, ids[:1])]
     assert len({digest_of_borders(each) for each in borders}) == len(borders)
