@@ -210,7 +210,7 @@ def _why_not(module: nn.Module, cut: bool) -> str | None:
         return f"{cls.__name__}: {matrices} is read as a matrix by F.multi_head_attention_forward, not run as a module"
     if isinstance(module, LinearModule) and module.fuse_wgrad_accumulation and None not in weights:
         return "already fused"
-    if any(map(is_lazy, weights)):
+    if any(weight is not None and is_lazy(weight) for weight in weights):
         return f"{cls.__name__} has no weight yet: run one forward, then convert"
     if not _is_known(cls):
         if any(weight is not None and is_sharded(weight) for weight in weights):
