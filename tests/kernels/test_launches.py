@@ -108,7 +108,8 @@ def test_matrices_that_the_accelerator_can_address(monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(triton_support, "is_interpreted", lambda on_gpu=on_gpu: not on_gpu)
         monkeypatch.setattr(triton_support, "capability_of", lambda _, found=capability: found)
         assert all(map(triton_support.takes_tma, fits))
-        unfit = half[1:129].view(4, 32), half[:124].view(4, 31), whole.float(), whole[:0], half[:120].view(2, 3, 20)
+        off = half[1:129].view(4, 32), half[4:132].view(4, 32)  # by 2 bytes, and by 8
+        unfit = *off, half[:124].view(4, 31), whole.float(), whole[:0], half[:120].view(2, 3, 20)
         assert not any(map(triton_support.takes_tma, unfit))
     for capability in (None, (8, 9)):
         monkeypatch.setattr(triton_support, "capability_of", lambda _, found=capability: found)

@@ -11,11 +11,12 @@ import torch.distributed as dist
 from parity_models import ROWS, Everything, backward, batch, expert_group, held_grads, train
 from summed_by_hand import alone, everyones_grads, tree_sum
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig
 from maingrad.ddp.collectives import reduction as reduction_module
-from maingrad.ddp.collectives.rank_grid import make_grid
-from maingrad.ddp.collectives.reduction import PLACEMENTS, GradReduction
+from maingrad.ddp.collectives.rank_grid import make_grid, make_grids
+from maingrad.ddp.collectives.reduction import PLACEMENTS, GradReduction, make_reductions
 from maingrad.ddp.torch_internals.distributed import premultiplied_sum
 from maingrad.launch import simulate
 
@@ -328,6 +329,30 @@ def test_a_collective_may_write_into_other_memory(
 def test_a_sum_is_not_scaled(form: str, instances: int) -> None:
     for everyones, mine, start in simulate(reduce_alone, 4, form, instances, 1.0, True):
         assert torch.equal(mine, tree_sum(everyones)[start : start + len(mine)])
+
+
+def reduced_beside_tensor_ranks(per_token: bool) -> dict[str, float]:
+    """Of each kind, what two data ranks of two tensor-parallel ranks each get of gradients 1 and 2."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    options: dict[str, Any] = {"has_experts": False, "num_instances": 1, "separate_gather": False}
+    grids = make_grids(mesh["dp"], None, tensor_ranks=mesh["tp"].get_group(), **options)
+    config = DistributedDataParallelConfig(calculate_per_token_loss=per_token)
+    found = {}
+    for kind, reduction in make_reductions(config, grids, torch.device("cpu")).items():
+        grads = torch.tensor([mesh["dp"].get_local_rank() + 1.0])
+        reduction.start(grads).wait()
+        found[kind] = grads.item()
+    return found
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_a_sum_beside_tensor_ranks_counts_data_ranks_alone(per_token: bool) -> None:
+    """Copies of a gradient count once, slices and parts of one as they are; averages are half of the sums."""
+    sums = {"slice": 3.0, "dense": 3.0, "mean": 3.0, "partial": 6.0}
+    for found in simulate(reduced_beside_tensor_ranks, 4, per_token):
+        assert {kind: found[kind] for kind in sums} == {
+            kind: value if per_token else value / 2 for kind, value in sums.items()
+        }
 
 
 def sync_per_token(instances: int, *, sharded: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

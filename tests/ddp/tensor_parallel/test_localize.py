@@ -93,18 +93,21 @@ def test_one_dtensor_of_two_modules_stays_one_parameter() -> None:
 
 
 def test_a_tie_that_parallelize_module_has_cut_is_said() -> None:
-    def on_each_rank(tied: bool) -> list[str]:
+    def on_each_rank(tied: bool, again: bool = False) -> list[str]:
         mesh = make_mesh(1, 2)
         model = llama()
         if tied:
             model.head.weight = model.embedding.weight
         parallelize(model, mesh["tp"], sequence=False)
+        if again:
+            model.head.weight = model.embedding.weight
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             localize(model)
         return [str(each.message) for each in caught]
 
     assert not any(simulate(on_each_rank, 2, False))
+    assert not any(simulate(on_each_rank, 2, True, True)), "one parameter again, as the warning asks"
     for (text,) in simulate(on_each_rank, 2, True):
         assert "[64, 16]" in text
         assert "head.weight = embedding.weight" in text

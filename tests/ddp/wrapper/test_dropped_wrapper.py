@@ -50,8 +50,12 @@ def trains_on(let_go: Callable[[nn.Module], None]) -> None:
             part(torch.ones(1, features))
         with torch.no_grad():
             part(torch.ones(1, features))
-    # Frozen, it is nobody's business.
+    # Frozen, it is nobody's business; but for a bias that still trains.
     model.requires_grad_(False)
+    model[0].bias.requires_grad_()
+    with pytest.raises(RuntimeError, match=r"parameter '(\d\.)?bias' was wrapped"):
+        model[0](torch.ones(1, 8))
+    model[0].bias.requires_grad_(False)
     model(torch.ones(1, 8, requires_grad=True)).sum().backward()
 
 

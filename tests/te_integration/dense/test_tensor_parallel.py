@@ -582,6 +582,18 @@ def test_a_sequence_that_does_not_divide_is_refused() -> None:
         simulate(odd_sequence, 2)
 
 
+def sum_along_dim_1(batch: int, length: int) -> Tensor:
+    ranks, whole = tensor_parallel.ranks_of(dist.group.WORLD, 1), torch.arange(batch * length * 2.0)
+    return ranks.finish_sum(ranks.start_sum(whole.view(batch, length, 2)))
+
+
+def test_along_dim_1_the_sequence_divides_and_the_batch_need_not() -> None:
+    expected = 2 * torch.arange(24.0).view(3, 4, 2)
+    assert torch.equal(torch.cat(simulate(sum_along_dim_1, 2, 3, 4), 1), expected)
+    with pytest.raises(SimulatedRankError, match=r"ValueError.*a sequence of 3 \(dim 1\) does not divide over 2 ranks"):
+        simulate(sum_along_dim_1, 2, 4, 3)
+
+
 def test_one_rank_has_the_whole_layer() -> None:
     def make() -> Any:
         return type(Linear(K, F, parallel_mode="column", tp_group=dist.group.WORLD)), type(Linear(K, F, tp_size=1))

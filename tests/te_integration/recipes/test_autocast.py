@@ -206,6 +206,12 @@ def test_reentrant_recompute_outside_is_refused() -> None:
             return layer(x)
 
     checkpoint(inside, x, use_reentrant=True).float().sum().backward()
+    # An fp32 layer was not quantised, so that nothing is lost outside.
+    whole, x = Linear(64, 32), torch.randn(8, 64, requires_grad=True)
+    with pytest.warns(RuntimeWarning, match="as without a recipe"), autocast(recipe=CURRENT):
+        y = checkpoint(whole, x, use_reentrant=True)
+    y.sum().backward()
+    torch.testing.assert_close(x.grad, whole.weight.sum(0).expand_as(x))
     assert layer.weight.grad is not None
 
 

@@ -18,6 +18,8 @@ from maingrad.ddp import (
     DistributedOptimizer,
     GraphedTrainingStep,
 )
+from maingrad.ddp.collectives import failure_report
+from maingrad.ddp.collectives.failure_report import CollectiveError
 from maingrad.fsdp import fully_shard
 from maingrad.launch import simulate
 from maingrad.te_integration import Linear, TokenDispatcher, WgradQueue, delayed_wgrad
@@ -274,6 +276,33 @@ def test_a_captured_step_replays_with_other_routing(ranks: int, form: str) -> No
         for found, expected in zip(graphed[:2], eager[:2], strict=True):
             assert all(map(torch.equal, found, expected))
         assert graphed[2] == eager[2] > 0
+
+
+@pytest.mark.parametrize("fails", ["start", "wait"])
+def test_a_failed_exchange_says_who_is_missing_and_closes_its_group(
+    fails: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group: Any = SimpleNamespace(size=lambda: 2, rank=lambda: 0)
+    transport, closed = all_to_all.AllToAll(EXPERTS, group), []
+
+    def raise_if(when: str) -> None:
+        if fails == when:
+            raise RuntimeError("connection closed by peer")
+
+    def start(*args: Any, **kwargs: Any) -> Any:
+        raise_if("start")
+        return SimpleNamespace(wait=lambda: raise_if("wait"))
+
+    monkeypatch.setattr(dist, "all_to_all_single", start)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(failure_report, "ask_others", lambda *args: ([1], ["silent: rank 1"]))
+    monkeypatch.setattr(failure_report, "_close_connections", closed.append)
+    transport._reporter.active, transport._reporter._store = True, dist.HashStore()
+    with pytest.raises(CollectiveError, match=r"an exchange of experts' rows, which failed: connection") as raised:
+        transport.send([torch.ones(EXPERTS, DIM)], torch.ones(EXPERTS, dtype=torch.int64))
+    assert raised.value.silent == (1,) and "silent: rank 1" in str(raised.value)
+    assert closed == [group]
 
 
 def test_a_capture_refuses_splits_on_the_host_by_name() -> None:
