@@ -91,6 +91,7 @@ def a_mesh_of_another_device() -> None:
         fully_shard(Block(), device="meta")
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="simulated ranks talk over GPUs too, where there are any")
 def test_a_mesh_of_another_device() -> None:
     simulate(a_mesh_of_another_device, 2)
 
