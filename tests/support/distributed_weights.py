@@ -107,7 +107,7 @@ class _Grouped(torch.autograd.Function):
             return (dx, *[None] * (3 + len(weights)))
         wgrads = []
         for index, (dy, part) in enumerate(zip(dys, xs, strict=True)):
-            wide = weights[index].main_grad.dtype if asked else x.dtype
+            wide = getattr(weights[index], "main_grad", x).dtype if asked else x.dtype  # a frozen one has none
             if not ctx.fuse:
                 wgrads.append(dy.to(wide).t() @ part.to(wide))
                 continue

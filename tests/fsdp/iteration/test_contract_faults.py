@@ -308,6 +308,19 @@ def test_12_parameters_that_stay_until_backward_may_be_reached_past_the_outputs(
     check(placements, Penalized, around=PenaltyAlone, reshard=False)
 
 
+def test_12_a_gather_ahead_of_use_that_has_not_arrived_does_not_stand_for_the_parameters() -> None:
+    """Backward has issued the unit's gather, and nobody has waited for it, when it comes past the outputs."""
+
+    def on_each_rank() -> None:
+        model: Any = shard(PenaltyAlone(Penalized()), ["tested"])
+        model.set_modules_to_backward_prefetch([model.tested])
+        with pytest.raises(RuntimeError, match=r"backward came to 'tested.scale' of unit 'tested' past the outputs"):
+            mean_loss(model(torch.ones(2, 5))).backward()
+
+    with stale_memory():
+        simulate(on_each_rank, 2)
+
+
 # ---- 13: delayed weight gradients. ----
 
 

@@ -177,6 +177,21 @@ def test_the_last_of_three_ranks_is_compared(monkeypatch: pytest.MonkeyPatch) ->
     check(errors, "rank 0 has 0.weight (a DTensor of these ranks), where rank 2 has nothing", one=False)
 
 
+@pytest.mark.parametrize("ranks", [(0, 1), (1, 2), (0, 1, 2)])
+def test_a_rank_is_named_unless_all_ranks_have_the_cause(ranks: tuple[int, ...]) -> None:
+    def load() -> str:
+        model, _ = trained()
+        state = model.state_dict()
+        if dist.get_rank() in ranks:
+            state["0.weight"] = torch.zeros(3, 3)
+        return outcome(model.load_state_dict, state)
+
+    first, *others = simulate(load, 3)
+    assert others == [first] * 2
+    assert "0.weight: size mismatch, of shape [3, 3]" in first
+    assert (f"(on rank {ranks[0]})" in first) == (len(ranks) < 3), first
+
+
 def test_a_ranks_own_elements_are_no_state_of_the_whole() -> None:
     """As a program has them that saves ``param.detach()``."""
 

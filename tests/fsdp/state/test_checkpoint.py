@@ -13,7 +13,7 @@ from checkpointed import Everything, Experts, assert_same_files, batch, build, f
 from gloo import run_ranks
 from loops import assert_same, weights
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -503,6 +503,31 @@ def test_units_may_have_meshes_of_their_own(tmp_path: Path) -> None:
     for actual, other in zip(simulate(with_units_of_two_meshes, 4, tmp_path / "c", 1), expected, strict=True):
         assert_same(actual, other)
     assert json.loads((tmp_path / "c" / "maingrad.json").read_text())["num_expert_sets"] == 1
+
+
+def with_experts_of_one_instance_each(folder: Path, seed: int) -> dict[str, Tensor]:
+    """The ranks of an instance are replicas of its experts, and other instances have other experts."""
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    ranks = [torch.tensor([[first], [first + 1]]) for first in (0, 2)]
+    copies = [DeviceMesh("cpu", each, mesh_dim_names=("outer", "inner")) for each in ranks][rank // 2]
+    torch.manual_seed(10 * seed + rank // 2)
+    expert = nn.Linear(7, 7)
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(5, 7), expert)
+    fully_shard(model[1], mesh=copies, placements="hsdp")
+    fully_shard(model, mesh=mesh, placements="hsdp")
+    (save_checkpoint if seed == 0 else load_checkpoint)(folder, model, adamw(model))
+    with model.unsharded():
+        return {name: param.detach().clone() for name, param in model.named_parameters()}
+
+
+def test_experts_that_one_instance_alone_has_are_saved(tmp_path: Path) -> None:
+    """Each set of experts has as many replicas as there are instances."""
+    expected = simulate(with_experts_of_one_instance_each, 4, tmp_path / "c", 0)
+    assert not torch.equal(expected[0]["1.weight"], expected[2]["1.weight"])
+    for actual, other in zip(simulate(with_experts_of_one_instance_each, 4, tmp_path / "c", 1), expected, strict=True):
+        assert_same(actual, other)
 
 
 def with_units_of_three_sets_of_ranks(folder: Path) -> None:

@@ -222,6 +222,16 @@ def test_a_change_is_seen_by_the_first_unit_that_trains(after: str) -> None:
         model.blocks[0](torch.ones(2, 7))
 
 
+def test_a_change_of_another_unit_is_seen_by_an_evaluation_of_one_unit() -> None:
+    model = Net()
+    shard_blocks(model)
+    step_of(model)
+    model.blocks[0](torch.ones(2, 7))
+    replace(model)
+    with torch.no_grad(), pytest.raises(RuntimeError, match=r"parameter 'blocks.1.linear.weight' was replaced"):
+        model.blocks[0](torch.ones(2, 7))
+
+
 def test_modules_without_parameters_may_come_and_go() -> None:
     model = Net()
     shard_blocks(model)

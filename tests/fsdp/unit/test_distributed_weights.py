@@ -238,6 +238,21 @@ def test_a_weight_is_whole_for_its_module_alone(kind: str, groups: int) -> None:
     simulate(look_at_memory, 2, kind, groups)
 
 
+def look_behind_operations() -> None:
+    """Runs on each rank: what the second container finds whole. The first one has run its operations by itself."""
+    model = make("operations", asked=True)
+    found: list[set[str]] = []
+    model[1].register_forward_pre_hook(lambda *_: found.append(gathered(model)))
+    for step in range(2):
+        one_iteration(model, step, 1)
+        model.zero_grad()
+    assert not any(label.startswith("weight '0.") for labels in found for label in labels), found
+
+
+def test_weights_of_operations_in_a_container_are_freed_when_it_has_run() -> None:
+    simulate(look_behind_operations, 2)
+
+
 def look_between(reshard: bool | None) -> int:
     """Runs on each rank: how many groups are whole between forward and backward of an outermost unit."""
     torch.manual_seed(0)
@@ -379,6 +394,24 @@ def freeze_all(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["blocks", "recomputed"])
 def test_a_frozen_model_lets_gradients_through(kind: str) -> None:
     simulate(freeze_all, 2, kind)
+
+
+def freeze_an_expert() -> None:
+    """The module hands over a gradient of each expert, of the frozen one too."""
+    found = []
+    for asked in (False, True):
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(AskingGrouped(3, WIDTH, fuse=False), nn.Linear(WIDTH, 4))
+        model[0].weight1.requires_grad_(False)
+        fully_shard(model, distributed_weights=asked)
+        one_iteration(model, 0, 2)
+        found.append(grads_of(model))
+    assert found[0].keys() == {"0.weight0", "0.weight2", "1.weight", "1.bias"}
+    assert_alike(found[1], found[0])
+
+
+def test_one_weight_of_a_group_may_be_frozen() -> None:
+    simulate(freeze_an_expert, 2)
 
 
 class Failing(torch.autograd.Function):

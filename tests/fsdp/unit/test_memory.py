@@ -521,3 +521,25 @@ def test_reshard_after_forward_may_be_set_of_all_units_or_of_one() -> None:
         return [gathers(None), gathers(None, recurse=True), gathers(None, recurse=False), gathers(0, recurse=True)]
 
     assert simulate(on_rank, 2) == [[7, 4, 7, 6]] * 2  # the last unit of a forward stays in any case
+
+
+# ---- Whole gradients of iterations that are given up. ----
+
+
+def test_whole_gradients_are_freed_by_the_forward_after_a_backward_that_failed() -> None:
+    def stop(grad: Tensor) -> None:
+        raise KeyError("in the middle")
+
+    def on_each_rank() -> None:
+        model = shard(Transformer(plainly), BLOCKS)
+        meter = root_of(model).grads.meter
+        handle = model.blocks[1].register_forward_hook(lambda _, __, output: output.register_hook(stop) and None)
+        with pytest.raises(KeyError):
+            model(tokens(0)).square().mean().backward()
+        handle.remove()
+        assert meter.held_nbytes > 0
+        with torch.no_grad():
+            model(tokens(0))
+        assert meter.held_nbytes == 0
+
+    simulate(on_each_rank, 2)

@@ -88,6 +88,7 @@ def test_whole_parameters_suit_an_optimizer_of_matrices():
     for of_ranks in zip(*places, strict=True):
         assert sorted(local[0] for *_, local in of_ranks)[:-1] == [0, 0]
         assert max(local for *_, local in of_ranks) == of_ranks[0][1]
+        assert sorted((start, end) for _, _, start, end, _ in of_ranks)[:-1] == [(0, 0)] * 2, "none are elements 0 to 0"
 
 
 def test_one_matrix_that_is_cut_is_enough_to_refuse_an_optimizer_of_matrices() -> None:
