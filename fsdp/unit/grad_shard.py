@@ -88,7 +88,7 @@ class GradShard:
 
         A program that kept such a ``.grad`` keeps its memory. The next reduction makes new sums.
         """
-        if self._expected is None and not self._has_partial and self.is_cleared:
+        if self._expected is None and self.is_cleared:
             self._total = self._shown = self._partial = None
             self._views.clear()
 

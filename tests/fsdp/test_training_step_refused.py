@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from maingrad.ddp import DistributedDataParallel, DistributedOptimizer
 from maingrad.ddp import GraphedTrainingStep as StepOfWrapper
+from maingrad.ddp.torch_grads.sharded_grad import ShardedGrad
 from maingrad.fsdp import GraphedTrainingStep, fully_shard
 from maingrad.launch import simulate
 
@@ -104,6 +105,24 @@ def test_a_capture_that_fails_leaves_nothing_beside_the_model_either() -> None:
     job.extra, before = lambda job: None, scale.detach().clone()
     job.graphed(x)
     assert job.graphed.num_graphs == 1 and scale.detach() < before
+
+
+def test_gradients_are_whole_again_after_a_capture_that_fails_within_the_optimizers_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Within a step they are plain tensors of this rank."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise KeyError
+
+    job, other = Job(), Job()
+    x = job.warm()
+    other.model(x).sum().backward()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.optim.SGD, "_init_group", fail)
+        with pytest.raises(KeyError):
+            job.graphed(x)
+    assert isinstance(other.model[0].weight.grad * 2, ShardedGrad)
 
 
 def test_kinds_of_calls_beyond_the_number_of_graphs_are_refused() -> None:

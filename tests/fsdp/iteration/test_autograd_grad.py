@@ -8,7 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from watching import Watcher
 
+from maingrad.ddp.buckets import iteration_ends
 from maingrad.fsdp import fully_shard
 from maingrad.launch import simulate
 
@@ -190,3 +192,19 @@ def test_gradients_of_shards_cannot_be_asked_for() -> None:
             loss.backward(inputs=[net.head.weight])
 
     simulate(ask, RANKS)
+
+
+def test_a_gradient_of_inputs_is_no_backward_of_the_iteration(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a timeline takes it for the last one, nor who follows iterations for one that has trained the model."""
+    watcher = Watcher()
+    monkeypatch.setattr(iteration_ends, "_watchers", [watcher])
+    model = shard(Net().double())
+    x = batch(0, 0)
+    with model.record_timeline() as timeline:
+        torch.autograd.grad(model(x, 0).sum(), x)
+        with model.no_sync():
+            model(x, 0).sum().backward()
+        torch.autograd.grad(model(x, 0).sum(), x)
+        model(x, 0).sum().backward()
+    assert [span.synced for span in timeline.backwards] == [False, False, False, True]
+    assert [count for what, _, count in watcher.told if what == "ended"] == [2]

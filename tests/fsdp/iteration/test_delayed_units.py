@@ -500,3 +500,23 @@ def test_a_step_that_is_skipped_after_its_delayed_gradients_leaves_the_next_iter
             assert torch.equal(param.grad.to_local(), wanted.grad.to_local()), param.shard.name
 
     simulate(on_each_rank, ranks_of(kind))
+
+
+def test_an_iteration_behind_a_delayed_one_delays_nothing() -> None:
+    """So forwards between its backward and its step are as welcome as ever."""
+
+    def on_each_rank() -> None:
+        model, _ = two_models("zero3")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        first, second = batches_of(dist.get_rank(), 2)
+        queue = WgradQueue()
+        with delayed_wgrad(queue):
+            loss = mean_loss(model(first))
+        loss.backward()
+        queue.drain()
+        optimizer.step()
+        optimizer.zero_grad()
+        mean_loss(model(second)).backward()
+        model(first)
+
+    simulate(on_each_rank, 2)

@@ -433,6 +433,30 @@ def test_an_iteration_that_breaks_off(kind: str, first: str, breaks: Callable[[A
     simulate(on_each_rank, ranks_of(kind))
 
 
+@pytest.mark.parametrize("kind", ["hsdp", "hsdp_zero1"])
+@pytest.mark.sampled(1)
+def test_a_microbatch_before_one_that_failed_is_not_reduced_across_instances(kind: str) -> None:
+    """Its sums inside the instance were in no ``.grad`` yet, and go with the iteration. Nobody calls ``zero_grad``."""
+
+    def on_each_rank() -> None:
+        models = []
+        for _ in range(2):
+            torch.manual_seed(0)
+            models.append(Fragile().double())
+            shard_blocks(models[-1], **options_of(kind))
+        first, failing, last = batches_of(rank_and_size()[0], 3)
+        with models[0].no_sync():
+            mean_loss(models[0](first)).backward()
+            fail_in_backward(models[0], failing)
+        models[0].where = ""
+        for model in models:
+            mean_loss(model(last)).backward()
+        for mine, wanted in zip(models[0].parameters(), models[1].parameters(), strict=True):
+            assert torch.equal(mine.grad.to_local(), wanted.grad.to_local()), mine.shard.name
+
+    simulate(on_each_rank, ranks_of(kind))
+
+
 @pytest.mark.parametrize("kind", ["hsdp", "hsdp_zero1", "zero3"])
 @pytest.mark.sampled(1)
 def test_gradients_that_are_zeroed_in_place_know_nothing_of_an_iteration_that_broke_off(kind: str) -> None:

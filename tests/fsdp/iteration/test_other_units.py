@@ -362,3 +362,21 @@ def test_an_evaluation_of_instances_on_other_units() -> None:
     found = simulate(on_each_rank, 4)
     # The second instance gathers 'blocks.0' in its turn, and then what came next the last time.
     assert all("gathered unit 'blocks.3' on rank 0, unit 'blocks.1' on rank 2" in each for each in found), found
+
+
+@pytest.mark.parametrize("kind", ["hsdp", "hybrid"])
+def test_an_instance_may_evaluate_by_itself(kind: str) -> None:
+    """Its gathers ask no other instance."""
+
+    def on_each_rank() -> str:
+        model: Any = Net(lambda rank, number: range(NUM_BLOCKS))
+        mesh = init_device_mesh("cpu", (2, 2))
+        for module in (*model.blocks, model):
+            fully_shard(module, mesh, kind)
+        train(model, 1)
+        if dist.get_rank() < 2:
+            with torch.no_grad():
+                model(torch.ones(2, WIDTH))
+        return refusal(lambda: train(model, 1))
+
+    assert simulate(on_each_rank, 4) == ["nothing was raised"] * 4

@@ -274,6 +274,26 @@ def test_no_gather_comes_twice() -> None:
         assert len(gathers) == 6 + (microbatches - 1) * 4, gathers
 
 
+def test_frozen_parameters_that_stay_whole_are_gathered_once() -> None:
+    """The step of an optimizer changes the others."""
+
+    def gathers() -> list[int]:
+        model: Any = nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 4))
+        for module in (*model, model):
+            fully_shard(module, placements="zero2")
+        optimizer = torch.optim.SGD([param for param in model.parameters() if param.requires_grad], lr=0.1)
+        counts = []
+        for _ in range(3):
+            with model.record_timeline() as timeline:
+                model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            counts.append(len(timeline.gathers))
+        return counts
+
+    assert simulate(gathers, 2) == [[2, 1, 1]] * 2
+
+
 @pytest.mark.parametrize("placements", ["zero2", "zero3"])
 def test_a_unit_that_a_forward_uses_twice_is_reduced_once(placements: str) -> None:
     """Backward passes it with the use that came first."""

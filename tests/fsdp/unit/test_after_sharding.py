@@ -222,6 +222,16 @@ def test_a_change_is_seen_by_the_first_unit_that_trains(after: str) -> None:
         model.blocks[0](torch.ones(2, 7))
 
 
+def test_a_change_between_two_forwards_of_the_whole_model_is_seen_by_the_second() -> None:
+    model = Net()
+    shard_blocks(model)
+    for _ in range(2):
+        model(torch.ones(2, 5))
+    replace(model)
+    with pytest.raises(RuntimeError, match=r"parameter 'blocks.1.linear.weight' was replaced"):
+        model(torch.ones(2, 5))
+
+
 def test_a_change_of_another_unit_is_seen_by_an_evaluation_of_one_unit() -> None:
     model = Net()
     shard_blocks(model)

@@ -100,6 +100,8 @@ def test_without_a_device() -> None:
         ValueError, match="parameters on the meta device: say by device, or a DeviceMesh, where they are"
     ):
         fully_shard(on_meta(lambda: nn.Linear(2, 2)))
+    with pytest.raises(ValueError, match="parameters on the meta device: say by device"):
+        fully_shard(on_meta(lambda: nn.Linear(2, 2, bias=False)))
 
 
 def test_modules_are_initialised_in_the_order_of_their_construction() -> None:

@@ -64,6 +64,21 @@ def test_buckets_are_closed_in_the_order_of_backward() -> None:
     assert names(params, 2, bucket_size=10**6) == names(params, 2) == [["out", "down", "bias", "up", "norm"]]
 
 
+def test_a_bucket_of_the_very_size_is_closed_and_half_of_it_is_enough_for_the_next() -> None:
+    assert names(owned({"b": (4,), "a": (4,)}), 1, bucket_size=4) == [["a"], ["b"]]
+    assert names(owned({"b": (3,), "a": (4,)}), 1, bucket_size=5) == [["a", "b"]]
+    assert names(owned({"b": (2,), "a": (4,)}), 1, bucket_size=4) == [["a"], ["b"]]
+    assert names(owned({"b": (1,), "a": (4,)}), 1, bucket_size=4) == [["a", "b"]]
+    assert names(owned({"c": (40,), "b": (1,), "a": (64,)}), 1, bucket_size=64) == [["a"], ["b", "c"]]
+    assert names(owned({"c": (40,), "b": (1,), "a": (65,)}), 1, bucket_size=65) == [["a", "b"], ["c"]]
+
+
+def test_blocks_are_cut_by_size_as_elements_are() -> None:
+    """A block is as small as the alignment of buckets."""
+    params = owned({f"{index}": (64, 32) for index in range(6)})
+    assert names(params, 2, atoms="block", bucket_size=64) == [[f"{index}"] for index in reversed(range(6))]
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_a_bucket_is_closed_where_it_has_enough_and_as_much_follows(seed: int) -> None:
     """Except if less than half a bucket is left, or the next parameter is too small to open a bucket."""
@@ -102,11 +117,11 @@ def test_coarser_atoms_keep_one_bucket(atoms: Any) -> None:
 
 
 def test_the_first_pattern_that_matches_a_name_counts() -> None:
-    params = owned({"0.weight": (8, 6), "0.bias": (8,), "1.weight": (8, 6), "1.bias": (8,)})
+    params = owned({"0.weight": (8, 6), "0.bias": (8,), "1.weight": (8, 6), "1.scale": (8, 6)})
     atoms: Any = {"*.weight": "row", "0.*": "whole"}
     ((layout, _),) = plan_unit(params, MixedPrecisionPolicy(), 2, atoms)
     assert {slot.spec.name: slot.spec.atom for slot in layout.slots} == {
-        "0.weight": 6, "0.bias": 8, "1.weight": 6, "1.bias": 1,
+        "0.weight": 6, "0.bias": 8, "1.weight": 6, "1.scale": 1,
     }  # fmt: skip
 
 

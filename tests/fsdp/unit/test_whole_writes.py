@@ -379,6 +379,52 @@ def test_a_forward_that_writes_and_fails_is_not_held_against_the_next(way: str) 
     simulate(on_each_rank, 2)
 
 
+class CountsAndFails(nn.Linear):
+    """Counts its forwards in its bias, and fails when it is told to."""
+
+    fails = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.bias.add_(1.0)
+        if self.fails:
+            raise KeyError
+        return super().forward(x)
+
+
+def test_served_writes_of_a_forward_that_fails_stay() -> None:
+    """As in plain PyTorch."""
+
+    def on_each_rank() -> None:
+        model = shard(nn.Sequential(nn.Linear(4, 4), CountsAndFails(4, 4)), "zero3", ("1",), forward_writes="alike")
+        before = whole_values(model)["1.bias"]
+        with pytest.raises(KeyError):
+            model(rows_of(0))
+        assert torch.equal(whole_values(model)["1.bias"], before + 1.0)
+
+    simulate(on_each_rank, 2)
+
+
+def test_values_that_change_between_a_forward_that_failed_and_the_next_are_no_write_of_it() -> None:
+    class FailsOnce(CountsAndFails):
+        def forward(self, x: Tensor) -> Tensor:
+            if self.fails:
+                self.fails = False
+                raise KeyError
+            return nn.Linear.forward(self, x)
+
+    def on_each_rank() -> None:
+        model = shard(FailsOnce(4, 4), "zero3")
+        with pytest.raises(KeyError):
+            model(rows_of(0))
+        with torch.no_grad():
+            for param in model.parameters():
+                param.add_(1.0)
+        model(rows_of(0))
+
+    simulate(on_each_rank, 2)
+
+
 @pytest.mark.parametrize("raises", [False, True])
 def test_writes_in_unsharded_come_back_unless_its_block_raises(raises: bool) -> None:
     def write(model: Any) -> None:
