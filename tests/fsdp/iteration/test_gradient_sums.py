@@ -215,3 +215,52 @@ def test_nothing_keeps_gradients_that_were_cleared(dtype: torch.dtype) -> None:
     model(x)
     gc.collect()
     assert all(ref() is None for ref in refs)
+
+
+def test_one_gradient_that_was_cleared_is_zeros_where_no_backward_comes() -> None:
+    """The others of its bucket keep their sums."""
+
+    class Picks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+        def forward(self, x: Tensor, both: bool) -> Tensor:
+            return self.second(self.first(x) if both else x)
+
+    def run() -> None:
+        model: Any = Picks()
+        for module in (model.first, model.second, model):
+            fully_shard(module)
+        x = torch.ones(3, 6)
+        model(x, True).sum().backward()
+        kept = model.first.bias.grad.to_local().clone()
+        model.first.weight.grad = None
+        model(x, False).sum().backward()
+        assert not model.first.weight.grad.to_local().any()
+        assert torch.equal(model.first.bias.grad.to_local(), kept)
+
+    simulate(run, 2)
+
+
+@pytest.mark.parametrize("placements", ["hsdp", "hsdp_zero1"])
+def test_gradients_are_zeros_until_they_are_reduced_across_instances(placements: str) -> None:
+    """Whatever the memory of the sums has contained."""
+
+    def run() -> None:
+        model = build(placements, mesh=init_device_mesh("cpu", (2, 2)))
+        for _ in range(2):
+            with model.no_sync():
+                for index in range(2):
+                    loss(model, index).backward()
+                    assert not any(param.grad.to_local().any() for param in model.parameters())
+            loss(model, 2).backward()
+            assert all(param.grad.norm() > 0 for param in model.parameters())
+            model.zero_grad()
+
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)  # new memory is filled with NaN
+    try:
+        simulate(run, 4)
+    finally:
+        torch.use_deterministic_algorithms(before)

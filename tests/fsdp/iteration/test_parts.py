@@ -81,6 +81,7 @@ class Schedule:
 
     def check(self, *steps: int) -> None:
         self.model.finish_grad_sync()
+        assert self.parts.is_clear, "what .grad keeps is the user's"
         expected = plain_grads(list(steps))
         for name, param in self.model.named_parameters():
             assert param.grad is not None, name

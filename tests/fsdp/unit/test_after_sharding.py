@@ -132,6 +132,24 @@ def test_what_forward_has_left_gathered_is_freed_by_hand() -> None:
     simulate(on_each_rank, 2)
 
 
+def test_what_a_forward_computes_with_is_not_freed_by_hand() -> None:
+    def on_each_rank() -> None:
+        torch.manual_seed(0)
+        plain = nn.Linear(4, 4)
+        model: Any = nn.Sequential(nn.Linear(4, 4))
+        model[0].load_state_dict(plain.state_dict())
+        for module in (model[0], model):
+            fully_shard(module)
+        model[0].register_forward_pre_hook(lambda module, _: module.reshard())
+        x = torch.ones(2, 4)
+        output = model(x)
+        assert torch.equal(output, plain(x))
+        output.sum().backward()
+        assert model[0].weight.grad is not None
+
+    simulate(on_each_rank, 2)
+
+
 def replace(model: nn.Module) -> None:
     model.blocks[1].linear.weight = nn.Parameter(torch.zeros(7, 7))
 

@@ -171,6 +171,27 @@ def test_shards_are_back_after_a_foreign_delayed_gradient_that_fails() -> None:
     assert model.weight.grad.to_local().any()
 
 
+class HeldTwice(nn.Module):
+    """Another module registers the layer's weight as well, before the layer that uses it."""
+
+    def __init__(self, make_linear: Callable[..., nn.Module]) -> None:
+        super().__init__()
+        self.holder = nn.Module()
+        self.wide, self.layer = nn.Linear(5, 6), make_linear(6, 6)
+        self.holder.weight = self.layer.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.wide(x).tanh())
+
+
+def test_a_foreign_module_that_delays_may_register_its_weight_as_the_second() -> None:
+    make_model = first_then_plain(
+        lambda: HeldTwice(lambda features, out: ForeignDelayedLinear(features, out, fused=False)),
+        lambda: HeldTwice(lambda features, out: nn.Linear(features, out, bias=False)),
+    )
+    train_beside("zero3", make_model, lambda model, **options: fully_shard(model, **options), delayed_run)
+
+
 class TiedToForeign(nn.Module):
     """One weight of a plain module and of a foreign module that accumulates ``main_grad`` itself."""
 

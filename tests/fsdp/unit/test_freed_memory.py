@@ -170,6 +170,26 @@ def test_what_a_forward_keeps_refuses_to_be_read(grad: bool) -> None:
             assert ("0.bias" in text and "clone()" in text) or "storage of size 0" in text, text
 
 
+def what_backwards_keep() -> list[str]:
+    kept: list[Tensor] = []
+
+    def observe(module: Any, args: Any, output: Tensor) -> None:
+        weight = module.weight
+        output.register_hook(lambda _: kept.append(weight.get_main_grad()))
+
+    model = sharded(observe=observe)
+    model(batch()).square().mean().backward()
+    return [*refusals(kept[0])]
+
+
+@pytest.mark.skipif(not refuses_storage_reads, reason="this torch has no storages that refuse reads")
+def test_whole_gradients_that_a_backward_keeps_refuse_to_be_read() -> None:
+    for refused in simulate(what_backwards_keep, 2):
+        words = "memory of the whole gradients (2.bias .. 2.weight) was freed after their reduction"
+        assert any(words in text for text in refused), refused
+        assert all(words in text or "storage of size 0" in text for text in refused)
+
+
 def forwards_around_blocks(interrupt: bool) -> Tensor:
     model = sharded()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
