@@ -9,6 +9,7 @@ from gloo import run_ranks
 from loops import assert_same, weights
 from torch import Tensor, nn, optim
 from torch.distributed.device_mesh import init_device_mesh
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from maingrad import make_optimizer
 from maingrad.ddp import (
@@ -240,6 +241,39 @@ def test_a_step_calls_its_closure() -> None:
     assert not any(torch.equal(before[name], value) for name, value in whole(model).items())
     muon = ShardedMuon([model[0].weight], lr=0.1)
     assert muon.step(closure) < expected
+
+
+def test_hooks_of_all_optimizers_run_once_a_step() -> None:
+    """Not for each class that the optimizer has inside."""
+    model, optimizer = shard()
+    backward(model, 0, 0)
+    seen: list[optim.Optimizer] = []
+    handles = [
+        register(lambda stepping, *_: seen.append(stepping) or None)
+        for register in (register_optimizer_step_pre_hook, register_optimizer_step_post_hook)
+    ]
+    optimizer.step()
+    for handle in handles:
+        handle.remove()
+    assert len(seen) == 2 and all(each is optimizer for each in seen)
+
+
+def test_a_matrix_without_elements_stays() -> None:
+    class Odd(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(8, 8)
+            self.nothing, self.stack = nn.Parameter(torch.empty(8, 0)), nn.Parameter(torch.empty(3, 8, 0))
+
+    def on_each_rank() -> None:
+        torch.manual_seed(0)
+        model: Any = fully_shard(Odd())
+        optimizer = ShardedMuon([model.weight, model.nothing, model.stack], lr=0.1)
+        model(torch.ones(2, 8)).square().sum().backward()
+        before = whole(model)
+        optimizer.step()
+        assert not torch.equal(whole(model)["weight"], before["weight"])
+
+    simulate(on_each_rank, 2)
 
 
 def test_a_split_that_changes_between_steps_counts() -> None:

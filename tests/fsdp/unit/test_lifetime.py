@@ -11,7 +11,8 @@ from sharded_twin import Net, batches_of, mean_loss, one_backward, options_of, r
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from maingrad.fsdp import FSDPModule
+from maingrad.fsdp import FSDPModule, fully_shard
+from maingrad.fsdp.module import root_of
 from maingrad.launch import simulate
 from maingrad.te_integration import Linear, WgradQueue, delayed_wgrad
 
@@ -246,3 +247,17 @@ def test_what_it_was_made_of_is_free_while_it_lives() -> None:
     shard_blocks(model)
     assert all(reference.expired() for reference in memory)
     assert [param.numel() for param in before] == [0] * len(before)
+
+
+def test_a_unit_that_was_a_model_of_its_own_lets_go_of_what_it_had_as_one() -> None:
+    def on_each_rank() -> None:
+        inside: Any = fully_shard(nn.Linear(5, 5).double())
+        mean_loss(inside(batches_of(0, 1)[0])).backward()
+        inside.zero_grad()
+        root = weakref.ref(root_of(inside))
+        model: Any = fully_shard(nn.Sequential(inside, nn.Linear(5, 5).double()))
+        mean_loss(model(batches_of(0, 1)[0])).backward()
+        assert root() is None
+        assert [unit.root for unit in model.units] == [root_of(inside)] * 2
+
+    simulate(on_each_rank, 2)
