@@ -332,6 +332,24 @@ def test_going_through_the_model_writes_nothing() -> None:
     simulate(go_through, 2)
 
 
+def ask_for_one_expert(fuse: bool) -> None:
+    """``backward(inputs=...)`` of one whole weight of a group: the others of the group get nothing."""
+    found = []
+    for asked in (False, True):
+        model = make("blocks", asked=asked, fuse=fuse and asked)
+        wholes: list[Tensor] = []
+        model[1].experts.register_forward_pre_hook(lambda module, _, wholes=wholes: wholes.append(module.weight1))
+        model(batch(0, 0).requires_grad_()).square().mean().backward(inputs=wholes)
+        found.append(grads_of(model))
+    assert [name for name, grad in found[0].items() if grad.any()] == ["1.experts.weight1"]
+    assert_alike(found[1], found[0])
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+def test_a_backward_for_one_weight_of_a_group_trains_that_one(fuse: bool) -> None:
+    simulate(ask_for_one_expert, 2, fuse)
+
+
 def several_forwards() -> None:
     """Two forwards before their backwards, in both orders, and an evaluation between them."""
     found = []
