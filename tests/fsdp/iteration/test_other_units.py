@@ -380,3 +380,27 @@ def test_an_instance_may_evaluate_by_itself(kind: str) -> None:
         return refusal(lambda: train(model, 1))
 
     assert simulate(on_each_rank, 4) == ["nothing was raised"] * 4
+
+
+def test_instances_may_have_other_numbers_of_microbatches() -> None:
+    """Each is reduced inside its instance, and the last one alone over all."""
+
+    def on_each_rank() -> str:
+        model: Any = Net(lambda rank, number: range(NUM_BLOCKS))
+        mesh = init_device_mesh("cpu", (2, 2))
+        for module in (*model.blocks, model):
+            fully_shard(module, mesh, "hsdp")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def run() -> None:
+            for step in range(3):
+                with model.no_sync():
+                    for _ in range((dist.get_rank() // 2 + step) % 3):
+                        model(torch.ones(2, WIDTH)).sum().backward()
+                model(torch.ones(2, WIDTH)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+        return refusal(run)
+
+    assert simulate(on_each_rank, 4) == ["nothing was raised"] * 4

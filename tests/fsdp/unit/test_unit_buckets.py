@@ -129,6 +129,8 @@ def test_atoms_that_would_pad_a_bucket_by_more_than_a_twentieth_are_apart() -> N
     params = owned({"wide": (15, 1000), "narrow": (1000, 3)})
     assert names(params, 8) == [["narrow", "wide"]]
     assert names(params, 8, atoms="row") == [["narrow"], ["wide"]]
+    for layout, _ in plan_unit(params, MixedPrecisionPolicy(), 8, "row"):
+        assert (layout.start, layout.end, layout.slots[0].start) == (0, layout.numel, 0), "in memory of its own"
 
 
 def test_kinds_are_apart_whatever_their_size() -> None:
