@@ -520,3 +520,17 @@ def test_an_iteration_behind_a_delayed_one_delays_nothing() -> None:
         model(first)
 
     simulate(on_each_rank, 2)
+
+
+def test_a_delaying_unit_that_the_iteration_has_left_out_delays_nothing() -> None:
+    def on_each_rank() -> None:
+        model: Any = Skips()
+        model.first = Linear(5, 5, fuse_wgrad_accumulation=True, delay_wgrad_compute=True, dtype=torch.float64)
+        for module in (model.first, model.second, model):
+            fully_shard(module)
+        first, second = batches_of(dist.get_rank(), 2)
+        mean_loss(model(first, True)).backward()
+        assert model.second.weight.grad.norm() > 0
+        model(second, True)
+
+    simulate(on_each_rank, 2)
