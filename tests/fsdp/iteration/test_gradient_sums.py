@@ -244,6 +244,7 @@ def test_one_gradient_that_was_cleared_is_zeros_where_no_backward_comes() -> Non
 
 
 @pytest.mark.parametrize("placements", ["hsdp", "hsdp_zero1"])
+@pytest.mark.sampled(1)
 def test_gradients_are_zeros_until_they_are_reduced_across_instances(placements: str) -> None:
     """Whatever the memory of the sums has contained."""
 

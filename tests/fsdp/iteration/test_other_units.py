@@ -365,6 +365,7 @@ def test_an_evaluation_of_instances_on_other_units() -> None:
 
 
 @pytest.mark.parametrize("kind", ["hsdp", "hybrid"])
+@pytest.mark.sampled(1)
 def test_an_instance_may_evaluate_by_itself(kind: str) -> None:
     """Its gathers ask no other instance."""
 

@@ -346,6 +346,7 @@ def ask_for_one_expert(fuse: bool) -> None:
 
 
 @pytest.mark.parametrize("fuse", [True, False])
+@pytest.mark.sampled(1)
 def test_a_backward_for_one_weight_of_a_group_trains_that_one(fuse: bool) -> None:
     simulate(ask_for_one_expert, 2, fuse)
 
