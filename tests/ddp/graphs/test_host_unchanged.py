@@ -8,6 +8,7 @@ import random
 import sys
 import types
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -17,6 +18,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import maingrad
+from maingrad.ddp.graphs.auto_step import _place_of
 from maingrad.ddp.graphs.host import surroundings
 from maingrad.ddp.graphs.host.host_code import is_library, package_of
 from maingrad.ddp.graphs.host.host_state import HostState
@@ -135,6 +137,13 @@ def function_with_the_name_of_an_effect() -> Any:
 def values_of_a_tensor() -> Any:
     held = {"mean": torch.zeros(2)}
     return lambda: held["mean"].sum(), lambda: held["mean"].add_(1.0)
+
+
+@case(UNCHANGED)
+def array_that_is_too_large_to_compare() -> Any:
+    """A data set."""
+    held = np.zeros(100_000)
+    return lambda: held, lambda: held.fill(1.0)
 
 
 @pytest.mark.parametrize("name", UNCHANGED)
@@ -330,3 +339,27 @@ def test_switches_of_modules_and_what_a_wrapper_adds_are_around_a_call(monkeypat
         assert state.change() == "autocast, a switch, what is frozen, or the memory of a parameter or buffer"
         back()
         assert state.change() is None
+
+
+def called_from(file: str, function: Callable[..., Any]) -> Callable[[], Any]:
+    """A function in a source file that calls another one."""
+    names: dict[str, Any] = {"function": function}
+    exec(compile("def call():\n    return function()", file, "exec"), names)
+    return names["call"]  # type: ignore[no-any-return]
+
+
+def test_an_error_is_placed_in_the_program_and_in_a_models_library_behind_it() -> None:
+    """Not in a library that calls the program, nor in torch."""
+    program = partial(called_from, "/home/me/train.py")
+    models = partial(called_from, "/opt/site-packages/models/model.py")
+    ours = partial(called_from, torch.nn.modules.linear.__file__)
+    in_program, in_models = "/home/me/train.py:2: ", "/opt/site-packages/models/model.py:2: "
+    for function, expected in (
+        (program(models(ours(models(len)))), in_program + in_models),
+        (models(program(ours(len))), in_program),
+        (models(program(models(len))), in_program + in_models),
+    ):
+        with pytest.raises(TypeError) as raised:
+            function()
+        traceback: Any = raised.value.__traceback__
+        assert _place_of(raised.value.with_traceback(traceback.tb_next)) == expected

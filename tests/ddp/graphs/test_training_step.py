@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from graphed_training import CONFIGS, EVENTS, FORMS, STATES, Program, differences, train
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.device_mesh import DeviceMesh
 
 from maingrad import graphed
@@ -25,6 +26,7 @@ from maingrad.ddp import (
 from maingrad.ddp.collectives.streams import is_capturing
 from maingrad.ddp.gathers.gathered_models import GatheredModel, record_gathered_model
 from maingrad.ddp.graphs import auto_step
+from maingrad.ddp.graphs.capture import CapturedGraph, GraphPool
 from maingrad.ddp.graphs.inputs import signature
 from maingrad.ddp.graphs.recorded import RecordedGraph
 from maingrad.kernels.optimizer.adamw import AdamUpdate
@@ -364,6 +366,31 @@ def test_modes_and_rates_that_change_between_and_in_calls() -> None:
         assert not any(module.training for module in model.modules())
         assert all(map(torch.equal, before, model.parameters())) == (lr == 0)
     assert step.num_graphs == 1
+    assert model.iteration == 6
+
+
+def test_a_capture_begins_with_gathers_under_way() -> None:
+    """Where the step before has begun none: each captured read waits for its own gather, as in replays."""
+
+    def on_each_rank() -> None:
+        config = {"use_distributed_optimizer": True, "overlap_param_gather": True, "bucket_size": 1}
+        model = DistributedDataParallel(nn.Linear(4, 4), DistributedDataParallelConfig(**config))
+        optimizer = DistributedOptimizer(model)
+        under_way: list[bool] = []
+
+        def train_step(x: Tensor) -> None:
+            under_way.extend(gather.under_way for gather in optimizer.param_sync.gathers)
+            model(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        step = GraphedTrainingStep(train_step, model, optimizer, num_warmup_steps=1)
+        for _ in range(2):
+            optimizer.finish_param_sync()
+            step(torch.ones(1, 4))
+        assert under_way == [False] * 2 + [True] * 2
+
+    simulate(on_each_rank, 2)
 
 
 # ---- ``graphed`` decides. ----
@@ -463,6 +490,37 @@ def test_a_recorded_block_that_fails_has_not_run() -> None:
     assert all(torch.equal(each, before) for each in (twice, named, first, second))
     assert torch.equal(torch.get_rng_state(), generator)
     assert torch._dynamo.eval_frame._stance.stance == "default", "compiled code is compiled again"
+
+
+def test_a_block_is_recorded_on_behind_a_collective_that_returns_a_tensor() -> None:
+    """As layers over tensor-parallel ranks have them."""
+
+    def on_each_rank() -> None:
+        given, reduced = torch.ones(2), torch.ones(2)
+        graph = CapturedGraph(GraphPool(torch.device("cpu")))
+        with graph.capture():
+            total = all_reduce(given, "sum", dist.group.WORLD) * 1.0
+            assert is_capturing()
+            dist.all_reduce(reduced)
+        assert (total.tolist(), reduced.tolist()) == ([2.0] * 2, [2.0] * 2)
+        given.fill_(3.0)
+        graph.replay()
+        assert (total.tolist(), reduced.tolist()) == ([6.0] * 2, [4.0] * 2)
+
+    simulate(on_each_rank, 2)
+
+
+def test_what_was_replayed_is_not_taken_back() -> None:
+    """A capture that is given up before its first replay is."""
+    for replays in (0, 1):
+        total, graph = torch.zeros(2), CapturedGraph(GraphPool(torch.device("cpu")))
+        with graph.capture():
+            total.add_(1.0)
+        for _ in range(replays):
+            graph.replay()
+        graph.undo()
+        assert total.tolist() == [2.0 * replays] * 2
+        assert not graph.is_captured
 
 
 def test_a_replay_writes_the_memory_of_the_recording_and_no_version_rises() -> None:

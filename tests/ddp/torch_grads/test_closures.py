@@ -151,6 +151,31 @@ def test_a_closure_may_leave_the_last_reduction_to_the_step(name: str) -> None:
         torch.testing.assert_close(found, expected)
 
 
+def test_a_closure_may_add_to_what_backwards_under_no_sync_have_left() -> None:
+    """The step reduces the sum, once the closure has returned."""
+    net = make_net()
+    for _ in range(2):
+        loss_of_all(net).backward()
+    torch.optim.SGD(net.parameters(), lr=0.1).step()
+
+    def train() -> list[Tensor]:
+        model = DistributedDataParallel(make_net())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def closure() -> float:
+            loss = model(batch(dist.get_rank())).square().mean()
+            loss.backward()
+            return loss.item()
+
+        with model.no_sync():
+            closure()
+        optimizer.step(closure)
+        return [param.detach() for param in model.parameters()]
+
+    for found in simulate(train, RANKS):
+        torch.testing.assert_close(found, [param.detach() for param in net.parameters()])
+
+
 @pytest.mark.parametrize("name", ["AdamW", "SGD"])
 @pytest.mark.parametrize("sharded", [False, True])
 def test_a_distributed_optimizer_calls_it_before_its_step(sharded: bool, name: str) -> None:

@@ -36,11 +36,13 @@ def test_finish_grad_sync_behind_a_read_changes_nothing(overlap: bool) -> None:
     assert all(map(torch.equal, grads, [param.grad for param in ddp.parameters()]))
 
 
-def test_a_step_in_a_hook_of_an_activation_is_refused_before_any_gradient_has_come() -> None:
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_step_in_a_hook_of_an_activation_is_refused_before_any_gradient_has_come(begun: bool) -> None:
     """What the first backward has brought is there; what the second brings is not."""
     ddp, (first, second) = wrap(make_model()), make_batches(2)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    loss_of(ddp, first).backward()
+    if begun:
+        loss_of(ddp, first).backward()
     before = weights(ddp)
     out = ddp(second)
     out.register_hook(lambda _: optimizer.step())
