@@ -429,6 +429,20 @@ def test_graphed_keeps_the_graphs_of_surroundings_that_come_again(monkeypatch: p
         assert (step.why_eager, step.num_graphs, calls.number) == (None, 1, 3 + phase)
 
 
+def test_graphed_stops_after_so_many_captures_that_served_few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auto_step, "_MOST_CAPTURES", 1)
+    monkeypatch.setattr(auto_step, "_REPLAYS_OF_A_CAPTURE", 3)
+    for num_replays, goes_on in ((2, False), (3, True)):
+        step, _ = counted(Job())
+        for _ in range(3 + num_replays):
+            step(torch.ones(2, 4))
+        for _ in range(3):
+            step(torch.ones(3, 4))
+        assert step.num_graphs == 2 * goes_on
+        if not goes_on:
+            assert step.why_eager.startswith("it was captured 1 times, for few calls each")
+
+
 def test_graphed_takes_any_number_of_odd_batches_between_replays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auto_step, "_MOST_EAGER", 4)
     step, calls = counted(Job())

@@ -393,6 +393,32 @@ def test_a_capture_begins_with_gathers_under_way() -> None:
     simulate(on_each_rank, 2)
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_reads_behind_a_replay_wait_for_its_gathers(overlap: bool) -> None:
+    """Where gathers do not overlap, the call has waited for them."""
+
+    def on_each_rank() -> None:
+        config = {"use_distributed_optimizer": True, "overlap_param_gather": overlap, "bucket_size": 1}
+        model = DistributedDataParallel(nn.Linear(4, 4), DistributedDataParallelConfig(**config))
+        optimizer = DistributedOptimizer(model)
+
+        def train_step(x: Tensor) -> None:
+            model(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        step = GraphedTrainingStep(train_step, model, optimizer, num_warmup_steps=1)
+        gathers = optimizer.param_sync.gathers
+        for _ in range(4):
+            step(torch.ones(1, 4))
+            assert [gather.under_way for gather in gathers] == [overlap] * 2
+            for param in model.parameters():
+                param.sum()
+            assert not any(gather.under_way for gather in gathers)
+
+    simulate(on_each_rank, 2)
+
+
 # ---- ``graphed`` decides. ----
 
 
@@ -508,6 +534,22 @@ def test_a_block_is_recorded_on_behind_a_collective_that_returns_a_tensor() -> N
         assert (total.tolist(), reduced.tolist()) == ([6.0] * 2, [4.0] * 2)
 
     simulate(on_each_rank, 2)
+
+
+def test_memory_that_a_failed_block_has_freed_stays_free() -> None:
+    """Of whole parameters, which are gathered for some time."""
+    whole, beside = torch.ones(2), torch.ones(2)
+
+    def fails() -> None:
+        whole.add_(1.0)
+        beside.add_(1.0)
+        whole.untyped_storage().resize_(0)
+        raise KeyError
+
+    with pytest.raises(KeyError), RecordedGraph().recording():
+        fails()
+    assert whole.untyped_storage().nbytes() == 0
+    assert beside.tolist() == [1.0] * 2
 
 
 def test_what_was_replayed_is_not_taken_back() -> None:
