@@ -156,6 +156,40 @@ def test_what_changes_nothing_is_no_change(name: str) -> None:
         assert state.change() is None
 
 
+def test_an_attribute_that_a_class_loses_is_seen() -> None:
+    class Made:
+        scale = 1.0
+
+    made = Made()
+    state = look(lambda: made.scale)
+    del Made.scale
+    assert "scale" in (state.change() or "")
+
+
+def test_a_function_that_reads_all_attributes_may_call_others() -> None:
+    """Those read few by their names, and what the first reads counts still."""
+    config = Config()
+    config.unheard_of = 1.0  # type: ignore[attr-defined]
+
+    def reads_one() -> float:
+        return config.scale
+
+    def reads_all() -> Any:
+        return vars(config), reads_one()
+
+    state = look(reads_all)
+    config.unheard_of = 0.5  # type: ignore[attr-defined]
+    assert "unheard_of" in (state.change() or "")
+
+
+def test_an_array_in_the_place_of_another_is_a_change() -> None:
+    """Equal ones too: a function may have kept the first."""
+    held = [np.ones(2)]
+    state = look(lambda: held[0].sum())
+    held[0] = np.ones(2)
+    assert state.change() is not None
+
+
 # ---- Around a call. ----
 
 
@@ -238,6 +272,14 @@ def of_numpy_where_a_number_was_left() -> Any:
     np.random.seed(0)
     np.random.randn()  # draws two numbers, and keeps one
     return lambda: np.random.randn(), lambda: np.random.randn()
+
+
+@case(DRAWS)
+def of_numpy_that_begins_anew() -> Any:
+    """With another seed, and before any draw."""
+    seeds = iter(range(10))
+    np.random.seed(next(seeds))
+    return lambda: np.random.rand(), lambda: np.random.seed(next(seeds))
 
 
 @case(DRAWS)

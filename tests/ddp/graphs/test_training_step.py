@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from graphed_training import CONFIGS, EVENTS, FORMS, STATES, Program, differences, train
+from loops import loss_of, make_batches, make_model
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.device_mesh import DeviceMesh
@@ -29,6 +30,7 @@ from maingrad.ddp.graphs import auto_step
 from maingrad.ddp.graphs.capture import CapturedGraph, GraphPool
 from maingrad.ddp.graphs.inputs import signature
 from maingrad.ddp.graphs.recorded import RecordedGraph
+from maingrad.ddp.graphs.step_options import StepOptions
 from maingrad.kernels.optimizer.adamw import AdamUpdate
 from maingrad.launch import simulate
 
@@ -341,6 +343,58 @@ def test_calls_of_one_kind_differ_in_values_of_tensors_alone() -> None:
     calls: list[Any] = [1, True, 1.0, "1", None, one, [one], (one,), {"x": one}, {"y": one}, (one, one), (one, other)]
     calls += [torch.ones(2, requires_grad=True), one.double(), torch.ones(2, 3), torch.ones(3, 2).t()]
     assert len({signature(each) for each in calls}) == len(calls)
+
+
+def test_equal_options_make_one_kind_and_others_another() -> None:
+    """Numbers, containers of them in any nesting, and tensors, which are where they are."""
+    tensor = torch.ones(1)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    options, (group,) = StepOptions(optimizer, torch.device("cpu")), optimizer.param_groups
+    group["own"] = {"scales": [0.5, (1, 2)], "tensors": [tensor]}
+    key = options.key()
+    group["own"] = copy.copy({"scales": [0.5, (1, 2)], "tensors": [tensor]})
+    assert options.key() == key
+    group["lr"] = group["initial_lr"] = 0.2
+    assert options.key() == key, "rates are read anew"
+    for value in (
+        {"scales": [0.5, (1, 3)], "tensors": [tensor]},
+        {"scales": [0.5, (1, 2)], "tensors": [torch.ones(1)]},
+        {"scale": [0.5, (1, 2)], "tensors": [tensor]},
+        [0.5],
+        None,
+    ):
+        group["own"] = value
+        assert options.key() != key
+    group["own"] = {"scales": [0.5, (1, 2)], "tensors": [tensor]}
+    reversed_group = dict(reversed(group.items()))
+    group.clear()
+    group.update(reversed_group)
+    assert options.key() == key
+    for name in ("max_grad_norm", "skip_nonfinite"):
+        setattr(optimizer, name, 1.0)
+        assert options.key() != key
+        delattr(optimizer, name)
+
+
+def test_fused_layers_train_eagerly_behind_replays() -> None:
+    """What replays have written is none of the program's own writes into ``main_grad``."""
+
+    def losses(graphed: bool) -> list[float]:
+        model = DistributedDataParallel(make_model())
+        optimizer = DistributedOptimizer(model, optimizer_class=torch.optim.SGD, lr=2**-5)
+
+        def train_step(x: Tensor) -> Tensor:
+            loss = loss_of(model, x)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        step = GraphedTrainingStep(train_step, model, optimizer, num_warmup_steps=1)
+        steps = [step] * 4 + [train_step] * 2 if graphed else [train_step] * 6
+        return [float(each(batch).detach()) for each, batch in zip(steps, make_batches(6), strict=True)]
+
+    assert losses(True) == losses(False)
 
 
 def test_modes_and_rates_that_change_between_and_in_calls() -> None:

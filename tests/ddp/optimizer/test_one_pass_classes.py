@@ -326,6 +326,20 @@ def test_lion_is_its_definition(maximize: bool) -> None:
     assert optimizer.step(lambda: 3.0) == 3.0
 
 
+def test_lion_takes_a_closure_that_computes_the_gradients() -> None:
+    param = nn.Parameter(torch.tensor([1.0, -2.0]))
+    optimizer = Lion([param], lr=0.5)
+
+    def closure() -> Any:
+        optimizer.zero_grad()
+        loss = param.square().sum()
+        loss.backward()
+        return loss.item()
+
+    assert [optimizer.step(closure) for _ in range(2)] == [5.0, 2.5]
+    assert param.tolist() == [0.0, -1.0]
+
+
 @pytest.mark.parametrize("form", [{}, COMPACT], ids=["full", "compact"])
 def test_a_gradient_of_nan_shows_in_the_parameter(form: dict[str, Any]) -> None:
     model = wrapped()

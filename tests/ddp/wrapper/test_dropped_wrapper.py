@@ -11,7 +11,7 @@ import torch.distributed as dist
 from loops import assert_same, ddp_backward, main_grads, make_batches, make_model, plain_backward, plain_grads, wrap
 from torch import Tensor, nn
 
-from maingrad.ddp import DistributedDataParallel, DistributedOptimizer
+from maingrad.ddp import WORLD_OF_ONE, DistributedDataParallel, DistributedOptimizer
 from maingrad.fsdp import fully_shard
 from maingrad.launch import simulate
 from maingrad.te_integration import Linear
@@ -40,6 +40,21 @@ def trains_and_lets_go(model: nn.Module) -> None:
 
 
 LETS_GO = [forgets_the_result, keeps_it_in_a_function, trains_and_lets_go]
+
+
+def test_a_model_with_experts_of_each_rank_refuses_too() -> None:
+    """Its other parameters are shared."""
+
+    def on_each_rank() -> None:
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+        for param in model[1].parameters():
+            param.allreduce = False  # type: ignore[attr-defined]
+        DistributedDataParallel(model, expert_process_group=WORLD_OF_ONE)
+        for part in (model, model[0]):
+            with pytest.raises(RuntimeError, match=REFUSED):
+                part(torch.ones(1, 8))
+
+    simulate(on_each_rank, 2)
 
 
 def trains_on(let_go: Callable[[nn.Module], None]) -> None:
