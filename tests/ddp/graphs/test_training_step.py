@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import logging
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -394,7 +395,7 @@ def test_fused_layers_train_eagerly_behind_replays() -> None:
         steps = [step] * 4 + [train_step] * 2 if graphed else [train_step] * 6
         return [float(each(batch).detach()) for each, batch in zip(steps, make_batches(6), strict=True)]
 
-    assert losses(True) == losses(False)
+    assert simulate(losses, 2, True) == simulate(losses, 2, False)
 
 
 def test_modes_and_rates_that_change_between_and_in_calls() -> None:
@@ -512,6 +513,41 @@ def test_a_step_is_given_up_after_a_few_changes_and_after_more_odd_batches(monke
         step(torch.ones(rows, 4), [])
         given_up.append(step.why_eager is not None)
     assert given_up == [False] * 5 + [True] * 2
+
+
+def test_what_changes_before_each_call_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auto_step, "_MOST_EAGER", 3)
+    model = DistributedDataParallel(nn.Linear(4, 4))
+    optimizer = DistributedOptimizer(model, lr=2**-7)
+
+    def train_step(x: Tensor) -> None:
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step = graphed(train_step, model, optimizer, record_on_cpu=True)
+    for number in range(4):
+        model.module.register_forward_hook(lambda *_: None)
+        with torch.autocast("cpu", torch.bfloat16, enabled=number == 0):
+            step(torch.ones(2, 4))
+    assert step.why_eager == "'a hook of the model' has changed since the call before"
+
+
+def test_one_rank_warns_and_all_tell_who_asks(caplog: pytest.LogCaptureFixture) -> None:
+    """Of a step that is captured, and of one that stays eager."""
+
+    def on_each_rank() -> None:
+        step = decided(lambda x, numbers: numbers.append(1) if len(x) == 3 else None)
+        for rows in (2, 2, 2, 3, 3, 3, 3, 3):
+            step(torch.ones(rows, 4), [])
+        assert step.why_eager is not None
+
+    with caplog.at_level(logging.INFO, auto_step.__name__):
+        simulate(on_each_rank, 2)
+    told = [(record.levelname, record.getMessage().split(".train_step ")[1]) for record in caplog.records]
+    assert [level for level, text in told if text == "is a CUDA graph from here on"] == ["INFO"] * 2
+    stays = [level for level, text in told if text.startswith("stays eager, and is no CUDA graph: it changes its ")]
+    assert sorted(stays) == ["INFO", "WARNING"]
 
 
 def test_what_a_program_draws_between_calls_is_its_own() -> None:
