@@ -11,8 +11,9 @@ from loops import loss_of, make_batches, make_model, weights
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer, Lion
+from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer, Lion, Muon
 from maingrad.ddp.gathers.param_gather import ParamGather
+from maingrad.ddp.optimizer.param_groups import counts_apart
 from maingrad.ddp.optimizer.step_order import step_order
 from maingrad.launch import simulate
 
@@ -211,6 +212,11 @@ def test_classes_that_count_by_parameters_take_a_step_in_passes(
     assert simulate(on_each_rank, 2) == [num_passes] * 2
 
 
+def test_classes_of_torch_and_ours_count_by_parameters() -> None:
+    assert all(map(counts_apart, (torch.optim.AdamW, torch.optim.Muon, torch.optim.Adafactor, Lion, Muon)))
+    assert not counts_apart(OfAProgram)
+
+
 def test_gathers_that_run_are_over_before_they_start_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before a capture. Nobody has read since the step."""
     start = ParamGather.start
@@ -228,6 +234,9 @@ def test_gathers_that_run_are_over_before_they_start_again(monkeypatch: pytest.M
         for _ in range(2):
             sync.start_again()
             assert all(gather.under_way for gather in sync.gathers)
+        for param in model.module.parameters():
+            param.sum()  # which waits
+        assert not any(gather.under_way for gather in sync.gathers)
 
     simulate(on_each_rank, 2)
 

@@ -53,6 +53,7 @@ def test_a_model_with_experts_of_each_rank_refuses_too() -> None:
         for part in (model, model[0]):
             with pytest.raises(RuntimeError, match=REFUSED):
                 part(torch.ones(1, 8))
+        assert [len(layer._forward_pre_hooks) for layer in model] == [1, 1], "one hook, of weight and bias"
 
     simulate(on_each_rank, 2)
 

@@ -138,6 +138,23 @@ def test_slices_of_ranks_that_are_named_begin_as_the_first_ones(way: str) -> Non
         assert torch.equal(weight, Cut(0).up.weight)
 
 
+def test_classes_of_whole_parameters_update_what_all_ranks_have() -> None:
+    """Beside slices, which take an elementwise class."""
+
+    def on_each_rank() -> None:
+        dp, tp = groups()
+        model = Cut(dist.get_rank() % 2)
+        ddp = DistributedDataParallel(model, process_group=dp, tensor_parallel_group=tp)
+        before = model.norm.weight.detach().clone()
+        ddp(torch.randn(2, 4)).square().sum().backward()
+        text = "Adafactor updates whole parameters, and tensor-parallel ranks have slices of 'up.weight'"
+        assert text in refusal(torch.optim.Adafactor(model.parameters(), lr=0.1).step, RuntimeError)
+        torch.optim.Adafactor(model.norm.parameters(), lr=0.1).step()
+        assert not torch.equal(model.norm.weight, before)
+
+    simulate(on_each_rank, 4)
+
+
 def norms_of(way: str) -> list[str]:
     dp, tp = groups()
     model = wrap(way, Cut(dist.get_rank() % 2), dp)
