@@ -17,12 +17,13 @@ from loops import assert_same, weights
 from python_processes import python_process
 from torch import nn
 
-from maingrad.ddp import load_checkpoint, save_checkpoint
+from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, load_checkpoint, save_checkpoint
 from maingrad.ddp.checkpoint.background import PendingSave
 from maingrad.ddp.checkpoint.files import folder, opened
 from maingrad.ddp.checkpoint.files.folder import MARK_FILE
 from maingrad.ddp.checkpoint.files.manifest import Manifest
 from maingrad.ddp.checkpoint.files.opened import OpenedCheckpoint
+from maingrad.ddp.checkpoint.source import CheckpointRanks
 from maingrad.launch import simulate
 from maingrad.launch.safetensors_io import export_safetensors
 
@@ -295,6 +296,22 @@ def save_and_wait(path: Path, reached: Any, goes_on: Any) -> None:
         save_checkpoint(path, Everything(seed=1), extra="first")
     finally:
         os.fsync = original
+
+
+def test_who_writes() -> None:
+    """The first instance, where all hold the same; else all ranks."""
+
+    def on_each_rank() -> tuple[int, bool, int, int]:
+        config = DistributedDataParallelConfig(use_distributed_optimizer=True, num_distributed_optimizer_instances=2)
+        model = DistributedDataParallel(nn.Linear(2, 2), config)
+        ranks = CheckpointRanks(model.grids["dense"])
+        return ranks.place, ranks.is_first, ranks.num_writers, ranks._replace(instances_alike=False).num_writers
+
+    found = simulate(on_each_rank, 4)
+    assert sorted(place for place, *_ in found) == [0, 1, 2, 3]
+    assert [is_first for _, is_first, *_ in found] == [place == 0 for place, *_ in found]
+    assert {(alike, apart) for *_, alike, apart in found} == {(2, 4)}
+    assert CheckpointRanks().num_writers == 1 and CheckpointRanks().is_first
 
 
 def test_a_second_save_to_the_same_path_is_refused_while_the_first_is_under_way(tmp_path: Path) -> None:
