@@ -174,6 +174,15 @@ def test_unwrap_leaves_nothing_on_parameters(release_grads: bool) -> None:
     simulate(nothing_is_left, 2)
 
 
+def test_unwrap_leaves_a_gradient_that_the_program_has_put_there() -> None:
+    """Before any backward of the iteration: no wrapper has seen it."""
+    model = make_model(fuse=False)
+    ddp = wrap(model)
+    model[0].weight.grad = grad = torch.ones_like(model[0].weight)
+    ddp.unwrap()
+    assert model[0].weight.grad is grad
+
+
 def test_unwrap_gives_up_what_is_under_way_but_for_delayed_gradients() -> None:
     def early() -> None:
         kept = []
