@@ -274,8 +274,9 @@ def _shape_of(call: Any) -> Hashable:
 def _place_of(error: BaseException) -> str:
     """The innermost line of the program in which ``error`` was raised, and that of a library of models behind it."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not is_installed(frame.filename)]
-    models = [frame for frame in frames if is_installed(frame.filename) and not is_torch_or_ours(frame.filename)]
-    found = own[-1:] + [frame for frame in models[-1:] if not own or frames.index(frame) > frames.index(own[-1])]
+    own = [at for at, frame in enumerate(frames) if not is_installed(frame.filename)][-1:]
+    behind = frames[own[0] + 1 :] if own else frames
+    models = [frame for frame in behind if not is_torch_or_ours(frame.filename)]
+    found = [*(frames[at] for at in own), *models[-1:]]
     lines = (f" ({frame.line})" if frame.line else "" for frame in found)
     return "".join(f"{frame.filename}:{frame.lineno}{line}: " for frame, line in zip(found, lines, strict=True))

@@ -6,7 +6,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..buckets.checks import check_nothing_under_way
 from ..wrapper.data_parallel import DistributedDataParallel
 from .fit import refuse_norm, refuse_norm_of_stage
 
@@ -78,7 +77,6 @@ def clip_grad_norm(
         raise ValueError("clip_grad_norm: no wrapper was given; every rank of a pipeline has a stage")
     for each in models:
         each.finish_and_take_changes("clip_grad_norm()")
-        check_nothing_under_way(each.buckets, "clip_grad_norm()")
         if pipeline_group is None:
             refuse_norm_of_stage(each, "clip_grad_norm() without pipeline_group")
     norms = [global_grad_norm(each) for each in models]

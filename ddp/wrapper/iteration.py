@@ -331,8 +331,6 @@ class BucketIteration(AroundModule):
     def record_replay(self) -> None:
         """A captured iteration was replayed: what its Python would have left."""
         self.iteration += 1
-        for record in self.records if self.device.type == "cpu" else ():  # replays run operations, and raise versions
-            record.record_version()
 
     def forget_iteration(self) -> None:
         """``zero_grad_buffer`` after a capture that failed: what it launched has not run."""

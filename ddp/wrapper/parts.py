@@ -141,7 +141,7 @@ class BucketParts(Parts):
             readiness.sync = False
         try:
             yield
-            if final and readiness.sync:
+            if final:
                 readiness.complete_passed()  # a part's modules may run without the wrapper's forward and its hooks
         finally:
             readiness.sync, readiness.completes = before

@@ -4,6 +4,7 @@ import json
 import os
 import resource
 import signal
+import sys
 import threading
 import time
 import zlib
@@ -450,6 +451,18 @@ def test_an_error_is_raised_once_and_holds_no_memory(
             each.wait()
     save_checkpoint(tmp_path / "c", model, extra="later")
     assert load_checkpoint(tmp_path / "c", model) == "later"
+
+
+def test_a_save_whose_thread_is_ended_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what is no error, as ``sys.exit`` in a callback. Else who waits for it would wait for ever."""
+    monkeypatch.setattr(background, "write_rank_file", lambda *_: sys.exit(3))
+    pending = save_checkpoint(tmp_path / "c", nn.Linear(2, 2), background=True)
+    (thread,) = [each for each in threading.enumerate() if each.name == "save of c"]
+    pending.give_up(after=0.0)
+    thread.join(5.0)
+    assert pending.done() and pending.failed()
+    with pytest.raises(SystemExit):
+        pending.wait()
 
 
 def test_a_program_that_ends_gives_up_a_save_that_not_all_ranks_write(

@@ -190,6 +190,21 @@ def test_the_manifest_of_a_thousand_ranks_can_be_read_again() -> None:
     assert sum(manifest.nbytes.values()) == numel * 14
 
 
+def test_ranks_that_hold_the_same_share_the_writing() -> None:
+    """Each part goes to the one with the least to write so far, in bytes of all its sections."""
+
+    def part(name: str, numel: int, *dtypes: torch.dtype) -> Part:
+        sections = tuple((f"state.{index}", dtype) for index, dtype in enumerate(dtypes))
+        return Part(name, (numel,), Box((0,), (numel,)), sections)
+
+    wide, narrow = part("wide", 4, torch.float32, torch.float32), part("narrow", 8, torch.bfloat16)
+    more, last, own = part("more", 5, torch.float32), part("last", 1, torch.uint8), part("own", 1, torch.uint8)
+    shared = [wide, narrow, more, last]
+    writers = assign([shared, [*shared, own]])
+    assert writers == {wide: 0, narrow: 1, more: 1, last: 0, own: 1}
+    assert assign([[own], shared])[last] == 1
+
+
 LOADS_WITH_FEW_FILES = """
 import os, resource, sys
 import torch

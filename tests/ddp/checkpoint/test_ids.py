@@ -17,12 +17,15 @@ from loops import assert_same, weights
 from python_processes import python_process
 from torch import nn
 
-from maingrad.ddp import load_checkpoint, save_checkpoint
+from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, load_checkpoint, save_checkpoint
 from maingrad.ddp.checkpoint.background import PendingSave
+from maingrad.ddp.checkpoint.checkpoint import ExpertSets
 from maingrad.ddp.checkpoint.files import folder, opened
 from maingrad.ddp.checkpoint.files.folder import MARK_FILE
 from maingrad.ddp.checkpoint.files.manifest import Manifest
 from maingrad.ddp.checkpoint.files.opened import OpenedCheckpoint
+from maingrad.ddp.checkpoint.source import CheckpointRanks
+from maingrad.ddp.collectives.rank_grid import RankGrid
 from maingrad.launch import simulate
 from maingrad.launch.safetensors_io import export_safetensors
 
@@ -295,6 +298,59 @@ def save_and_wait(path: Path, reached: Any, goes_on: Any) -> None:
         save_checkpoint(path, Everything(seed=1), extra="first")
     finally:
         os.fsync = original
+
+
+def test_who_writes() -> None:
+    """The first instance, where all hold the same; else all ranks."""
+
+    def on_each_rank() -> tuple[int, bool, int, int]:
+        config = DistributedDataParallelConfig(use_distributed_optimizer=True, num_distributed_optimizer_instances=2)
+        model = DistributedDataParallel(nn.Linear(2, 2), config)
+        ranks = CheckpointRanks(model.grids["dense"], model.failures)
+        _, places = ranks.run_and_gather(lambda: ranks.place, lambda place: place, "the places")
+        assert places == [0, 1, 2, 3]
+        return ranks.place, ranks.is_first, ranks.num_writers, ranks._replace(instances_alike=False).num_writers
+
+    found = simulate(on_each_rank, 4)
+    assert sorted(place for place, *_ in found) == [0, 1, 2, 3]
+    assert [is_first for _, is_first, *_ in found] == [place == 0 for place, *_ in found]
+    assert {(alike, apart) for *_, alike, apart in found} == {(2, 4)}
+    assert CheckpointRanks().num_writers == 1 and CheckpointRanks().is_first
+
+
+def test_errors_know_the_ranks_of_all_groups() -> None:
+    """Of a wrapper, of tensor parallelism, and of a pipeline; each once."""
+
+    def on_each_rank() -> None:
+        pairs = [
+            [dist.get_rank() % 2, dist.get_rank() % 2 + 2],
+            [dist.get_rank() // 2 * 2, dist.get_rank() // 2 * 2 + 1],
+        ]
+        tensor, pipeline = (dist.new_group(pair, use_local_synchronization=True) for pair in pairs)
+        model = DistributedDataParallel(nn.Linear(2, 2))
+        known = [*model.failures.grids]
+        ranks = CheckpointRanks(model.grids["dense"], model.failures).with_tensor(tensor).with_pipeline(pipeline)
+        assert (ranks.tensor, ranks.pipeline) == (tensor, pipeline)
+        assert ranks.with_tensor(None) is ranks
+        grids = [*known, RankGrid(tensor, None, None), RankGrid(pipeline, None, None)]
+        assert [*model.failures.grids] == grids
+        ranks.with_tensor(tensor).with_pipeline(pipeline)
+        assert [*model.failures.grids] == grids
+        assert ranks.axes == [ranks.grid.inner, tensor, pipeline]
+
+    simulate(on_each_rank, 4)
+
+
+def test_experts_of_several_sets_have_names_of_their_own() -> None:
+    own, alone = ExpertSets("@a", ["@a", "@b"]), ExpertSets("", [])
+    assert (own.number, alone.number) == (2, 1)
+    assert own.number_in(["weight", "expert@b"]) == 2
+    assert own.number_in(["weight", "expert"]) == 1, "known as slices of a parameter of all experts"
+    assert alone.number_in(["weight"]) == 1
+    stored = ["weight", "expert@a", "expert@b"]
+    assert own.here_of(stored) == {"weight": "weight", "expert": "expert@a"}
+    assert ExpertSets("", ["@a", "@b"]).here_of(stored) == {"weight": "weight"}
+    assert alone.here_of(stored) == dict(zip(stored, stored, strict=True))
 
 
 def test_a_second_save_to_the_same_path_is_refused_while_the_first_is_under_way(tmp_path: Path) -> None:

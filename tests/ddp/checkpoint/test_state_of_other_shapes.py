@@ -26,6 +26,7 @@ from maingrad.ddp import (
     load_checkpoint,
     save_checkpoint,
 )
+from maingrad.ddp.checkpoint.source import HeldSlice, Holding, ModelTensors
 from maingrad.fsdp import fully_shard
 from maingrad.launch import simulate
 from maingrad.launch.safetensors_io import export_safetensors
@@ -397,6 +398,22 @@ def test_state_of_a_part_that_tensor_parallel_ranks_hold_is_refused(tmp_path: Pa
     simulate(save, 2)
     run(None, save_checkpoint)
     simulate(load, 2)
+
+
+def test_a_tensor_that_has_as_many_elements_as_a_parameter_is_not_that_parameter() -> None:
+    """It may hold another part of it, and parts of others."""
+
+    def has_whole(shape: tuple[int, ...], here: int, updated: int | None) -> bool:
+        master = torch.zeros(here)
+        flat = None if updated is None else torch.zeros(updated)
+        held = HeldSlice(0, shape, torch.float32, master, master, 0, flat, 0, {}, {})
+        return Holding(ModelTensors({}, {}, {}, set(), {}), {"it": held}, None).has_whole("it")
+
+    assert has_whole((2, 3), 6, 6) and has_whole((0, 3), 0, None)
+    assert not has_whole((2, 3), 4, 6)
+    assert not has_whole((2, 3), 4, 4)
+    assert not has_whole((2, 3), 6, 8)
+    assert not has_whole((2, 3), 6, None)
 
 
 def test_a_group_of_its_own_beside_adamw(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import random
 import sys
 import types
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -17,6 +18,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import maingrad
+from maingrad.ddp.graphs.auto_step import _place_of
 from maingrad.ddp.graphs.host import surroundings
 from maingrad.ddp.graphs.host.host_code import is_library, package_of
 from maingrad.ddp.graphs.host.host_state import HostState
@@ -137,6 +139,13 @@ def values_of_a_tensor() -> Any:
     return lambda: held["mean"].sum(), lambda: held["mean"].add_(1.0)
 
 
+@case(UNCHANGED)
+def array_that_is_too_large_to_compare() -> Any:
+    """A data set."""
+    held = np.zeros(100_000)
+    return lambda: held, lambda: held.fill(1.0)
+
+
 @pytest.mark.parametrize("name", UNCHANGED)
 def test_what_changes_nothing_is_no_change(name: str) -> None:
     function, change = UNCHANGED[name]()
@@ -145,6 +154,40 @@ def test_what_changes_nothing_is_no_change(name: str) -> None:
     for _ in range(2):
         change()
         assert state.change() is None
+
+
+def test_an_attribute_that_a_class_loses_is_seen() -> None:
+    class Made:
+        scale = 1.0
+
+    made = Made()
+    state = look(lambda: made.scale)
+    del Made.scale
+    assert "scale" in (state.change() or "")
+
+
+def test_a_function_that_reads_all_attributes_may_call_others() -> None:
+    """Those read few by their names, and what the first reads counts still."""
+    config = Config()
+    config.unheard_of = 1.0  # type: ignore[attr-defined]
+
+    def reads_one() -> float:
+        return config.scale
+
+    def reads_all() -> Any:
+        return vars(config), reads_one()
+
+    state = look(reads_all)
+    config.unheard_of = 0.5  # type: ignore[attr-defined]
+    assert "unheard_of" in (state.change() or "")
+
+
+def test_an_array_in_the_place_of_another_is_a_change() -> None:
+    """Equal ones too: a function may have kept the first."""
+    held = [np.ones(2)]
+    state = look(lambda: held[0].sum())
+    held[0] = np.ones(2)
+    assert state.change() is not None
 
 
 # ---- Around a call. ----
@@ -229,6 +272,14 @@ def of_numpy_where_a_number_was_left() -> Any:
     np.random.seed(0)
     np.random.randn()  # draws two numbers, and keeps one
     return lambda: np.random.randn(), lambda: np.random.randn()
+
+
+@case(DRAWS)
+def of_numpy_that_begins_anew() -> Any:
+    """With another seed, and before any draw."""
+    seeds = iter(range(10))
+    np.random.seed(next(seeds))
+    return lambda: np.random.rand(), lambda: np.random.seed(next(seeds))
 
 
 @case(DRAWS)
@@ -330,3 +381,27 @@ def test_switches_of_modules_and_what_a_wrapper_adds_are_around_a_call(monkeypat
         assert state.change() == "autocast, a switch, what is frozen, or the memory of a parameter or buffer"
         back()
         assert state.change() is None
+
+
+def called_from(file: str, function: Callable[..., Any]) -> Callable[[], Any]:
+    """A function in a source file that calls another one."""
+    names: dict[str, Any] = {"function": function}
+    exec(compile("def call():\n    return function()", file, "exec"), names)
+    return names["call"]  # type: ignore[no-any-return]
+
+
+def test_an_error_is_placed_in_the_program_and_in_a_models_library_behind_it() -> None:
+    """Not in a library that calls the program, nor in torch."""
+    program = partial(called_from, "/home/me/train.py")
+    models = partial(called_from, "/opt/site-packages/models/model.py")
+    ours = partial(called_from, torch.nn.modules.linear.__file__)
+    in_program, in_models = "/home/me/train.py:2: ", "/opt/site-packages/models/model.py:2: "
+    for function, expected in (
+        (program(models(ours(models(len)))), in_program + in_models),
+        (models(program(ours(len))), in_program),
+        (models(program(models(len))), in_program + in_models),
+    ):
+        with pytest.raises(TypeError) as raised:
+            function()
+        traceback: Any = raised.value.__traceback__
+        assert _place_of(raised.value.with_traceback(traceback.tb_next)) == expected

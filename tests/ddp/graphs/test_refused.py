@@ -223,7 +223,7 @@ def test_what_needs_a_value_on_the_host_is_refused_in_a_capture(name: str) -> No
 
 def test_eager_calls_before_a_capture_are_as_many_as_are_asked_for() -> None:
     job, graphs = Job(), []
-    step = GraphedTrainingStep(partial(job.train_step), job.model, job.optimizer, num_warmup_steps=3)
+    step = GraphedTrainingStep(partial(job.train_step), job.model, job.optimizer, num_warmup_steps=3, max_graphs=1)
     hooks = len(_global_optimizer_post_hooks)
     for _ in range(5):
         step(torch.ones(2, 4))
@@ -413,6 +413,36 @@ def test_graphed_lets_graphs_go_whose_surroundings_are_long_past(monkeypatch: py
         assert calls.number == 3 * (phase + 1), "two eager ones and the capture in each phase"
 
 
+def test_graphed_keeps_the_graphs_of_surroundings_that_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And lets go of those that were there longest ago."""
+    monkeypatch.setattr(auto_step, "_MOST_CAPTURES", 2)
+    job = Job()
+    step, calls = counted(job)
+    for _ in range(3):
+        step(torch.ones(2, 4))
+    assert (step.num_graphs, calls.number) == (1, 3)
+    for phase in range(1, 4):
+        handle = job.model.module.register_forward_hook(lambda *_: None)
+        step(torch.ones(2, 4))
+        handle.remove()
+        step(torch.ones(2, 4))
+        assert (step.why_eager, step.num_graphs, calls.number) == (None, 1, 3 + phase)
+
+
+def test_graphed_stops_after_so_many_captures_that_served_few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auto_step, "_MOST_CAPTURES", 1)
+    monkeypatch.setattr(auto_step, "_REPLAYS_OF_A_CAPTURE", 3)
+    for num_replays, goes_on in ((2, False), (3, True)):
+        step, _ = counted(Job())
+        for _ in range(3 + num_replays):
+            step(torch.ones(2, 4))
+        for _ in range(3):
+            step(torch.ones(3, 4))
+        assert step.num_graphs == 2 * goes_on
+        if not goes_on:
+            assert step.why_eager.startswith("it was captured 1 times, for few calls each")
+
+
 def test_graphed_takes_any_number_of_odd_batches_between_replays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auto_step, "_MOST_EAGER", 4)
     step, calls = counted(Job())
@@ -435,6 +465,21 @@ def test_other_values_of_an_option_beside_the_groups_are_another_graph() -> None
     job.graphed(x)
     assert job.graphed.num_graphs == 2
     assert all(param.isfinite().all() for param in job.model.parameters())
+
+
+def test_a_step_in_a_capture_that_is_not_its_own() -> None:
+    """Of a program's own graph, or of another optimizer's step. The host's part would not be replayed."""
+    job = Job()
+    job.model(torch.ones(2, 4)).sum().backward()
+    before = [param.clone() for param in job.model.parameters()]
+    with (
+        pytest.raises(RuntimeError, match="in the captured step of another optimizer"),
+        CapturedGraph(GraphPool(torch.device("cpu"))).capture(),
+    ):
+        job.optimizer.step()
+    assert all(map(torch.equal, before, job.model.parameters()))
+    job.optimizer.step()
+    assert not any(map(torch.equal, before, job.model.parameters()))
 
 
 def test_another_optimizer_in_the_step() -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import logging
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,7 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from graphed_training import CONFIGS, EVENTS, FORMS, STATES, Program, differences, train
+from loops import loss_of, make_batches, make_model
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.device_mesh import DeviceMesh
 
 from maingrad import graphed
@@ -25,8 +28,10 @@ from maingrad.ddp import (
 from maingrad.ddp.collectives.streams import is_capturing
 from maingrad.ddp.gathers.gathered_models import GatheredModel, record_gathered_model
 from maingrad.ddp.graphs import auto_step
+from maingrad.ddp.graphs.capture import CapturedGraph, GraphPool
 from maingrad.ddp.graphs.inputs import signature
 from maingrad.ddp.graphs.recorded import RecordedGraph
+from maingrad.ddp.graphs.step_options import StepOptions
 from maingrad.kernels.optimizer.adamw import AdamUpdate
 from maingrad.launch import simulate
 
@@ -341,6 +346,58 @@ def test_calls_of_one_kind_differ_in_values_of_tensors_alone() -> None:
     assert len({signature(each) for each in calls}) == len(calls)
 
 
+def test_equal_options_make_one_kind_and_others_another() -> None:
+    """Numbers, containers of them in any nesting, and tensors, which are where they are."""
+    tensor = torch.ones(1)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    options, (group,) = StepOptions(optimizer, torch.device("cpu")), optimizer.param_groups
+    group["own"] = {"scales": [0.5, (1, 2)], "tensors": [tensor]}
+    key = options.key()
+    group["own"] = copy.copy({"scales": [0.5, (1, 2)], "tensors": [tensor]})
+    assert options.key() == key
+    group["lr"] = group["initial_lr"] = 0.2
+    assert options.key() == key, "rates are read anew"
+    for value in (
+        {"scales": [0.5, (1, 3)], "tensors": [tensor]},
+        {"scales": [0.5, (1, 2)], "tensors": [torch.ones(1)]},
+        {"scale": [0.5, (1, 2)], "tensors": [tensor]},
+        [0.5],
+        None,
+    ):
+        group["own"] = value
+        assert options.key() != key
+    group["own"] = {"scales": [0.5, (1, 2)], "tensors": [tensor]}
+    reversed_group = dict(reversed(group.items()))
+    group.clear()
+    group.update(reversed_group)
+    assert options.key() == key
+    for name in ("max_grad_norm", "skip_nonfinite"):
+        setattr(optimizer, name, 1.0)
+        assert options.key() != key
+        delattr(optimizer, name)
+
+
+def test_fused_layers_train_eagerly_behind_replays() -> None:
+    """What replays have written is none of the program's own writes into ``main_grad``."""
+
+    def losses(graphed: bool) -> list[float]:
+        model = DistributedDataParallel(make_model())
+        optimizer = DistributedOptimizer(model, optimizer_class=torch.optim.SGD, lr=2**-5)
+
+        def train_step(x: Tensor) -> Tensor:
+            loss = loss_of(model, x)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        step = GraphedTrainingStep(train_step, model, optimizer, num_warmup_steps=1)
+        steps = [step] * 4 + [train_step] * 2 if graphed else [train_step] * 6
+        return [float(each(batch).detach()) for each, batch in zip(steps, make_batches(6), strict=True)]
+
+    assert simulate(losses, 2, True) == simulate(losses, 2, False)
+
+
 def test_modes_and_rates_that_change_between_and_in_calls() -> None:
     """All modules are left as the function leaves them; and a rate may be a number, a tensor, and the same number."""
     model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.0), nn.Linear(4, 4)))
@@ -364,6 +421,57 @@ def test_modes_and_rates_that_change_between_and_in_calls() -> None:
         assert not any(module.training for module in model.modules())
         assert all(map(torch.equal, before, model.parameters())) == (lr == 0)
     assert step.num_graphs == 1
+    assert model.iteration == 6
+
+
+def test_a_capture_begins_with_gathers_under_way() -> None:
+    """Where the step before has begun none: each captured read waits for its own gather, as in replays."""
+
+    def on_each_rank() -> None:
+        config = {"use_distributed_optimizer": True, "overlap_param_gather": True, "bucket_size": 1}
+        model = DistributedDataParallel(nn.Linear(4, 4), DistributedDataParallelConfig(**config))
+        optimizer = DistributedOptimizer(model)
+        under_way: list[bool] = []
+
+        def train_step(x: Tensor) -> None:
+            under_way.extend(gather.under_way for gather in optimizer.param_sync.gathers)
+            model(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        step = GraphedTrainingStep(train_step, model, optimizer, num_warmup_steps=1)
+        for _ in range(2):
+            optimizer.finish_param_sync()
+            step(torch.ones(1, 4))
+        assert under_way == [False] * 2 + [True] * 2
+
+    simulate(on_each_rank, 2)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_reads_behind_a_replay_wait_for_its_gathers(overlap: bool) -> None:
+    """Where gathers do not overlap, the call has waited for them."""
+
+    def on_each_rank() -> None:
+        config = {"use_distributed_optimizer": True, "overlap_param_gather": overlap, "bucket_size": 1}
+        model = DistributedDataParallel(nn.Linear(4, 4), DistributedDataParallelConfig(**config))
+        optimizer = DistributedOptimizer(model)
+
+        def train_step(x: Tensor) -> None:
+            model(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        step = GraphedTrainingStep(train_step, model, optimizer, num_warmup_steps=1)
+        gathers = optimizer.param_sync.gathers
+        for _ in range(4):
+            step(torch.ones(1, 4))
+            assert [gather.under_way for gather in gathers] == [overlap] * 2
+            for param in model.parameters():
+                param.sum()
+            assert not any(gather.under_way for gather in gathers)
+
+    simulate(on_each_rank, 2)
 
 
 # ---- ``graphed`` decides. ----
@@ -405,6 +513,41 @@ def test_a_step_is_given_up_after_a_few_changes_and_after_more_odd_batches(monke
         step(torch.ones(rows, 4), [])
         given_up.append(step.why_eager is not None)
     assert given_up == [False] * 5 + [True] * 2
+
+
+def test_what_changes_before_each_call_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auto_step, "_MOST_EAGER", 3)
+    model = DistributedDataParallel(nn.Linear(4, 4))
+    optimizer = DistributedOptimizer(model, lr=2**-7)
+
+    def train_step(x: Tensor) -> None:
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step = graphed(train_step, model, optimizer, record_on_cpu=True)
+    for number in range(4):
+        model.module.register_forward_hook(lambda *_: None)
+        with torch.autocast("cpu", torch.bfloat16, enabled=number == 0):
+            step(torch.ones(2, 4))
+    assert step.why_eager == "'a hook of the model' has changed since the call before"
+
+
+def test_one_rank_warns_and_all_tell_who_asks(caplog: pytest.LogCaptureFixture) -> None:
+    """Of a step that is captured, and of one that stays eager."""
+
+    def on_each_rank() -> None:
+        step = decided(lambda x, numbers: numbers.append(1) if len(x) == 3 else None)
+        for rows in (2, 2, 2, 3, 3, 3, 3, 3):
+            step(torch.ones(rows, 4), [])
+        assert step.why_eager is not None
+
+    with caplog.at_level(logging.INFO, auto_step.__name__):
+        simulate(on_each_rank, 2)
+    told = [(record.levelname, record.getMessage().split(".train_step ")[1]) for record in caplog.records]
+    assert [level for level, text in told if text == "is a CUDA graph from here on"] == ["INFO"] * 2
+    stays = [level for level, text in told if text.startswith("stays eager, and is no CUDA graph: it changes its ")]
+    assert sorted(stays) == ["INFO", "WARNING"]
 
 
 def test_what_a_program_draws_between_calls_is_its_own() -> None:
@@ -463,6 +606,53 @@ def test_a_recorded_block_that_fails_has_not_run() -> None:
     assert all(torch.equal(each, before) for each in (twice, named, first, second))
     assert torch.equal(torch.get_rng_state(), generator)
     assert torch._dynamo.eval_frame._stance.stance == "default", "compiled code is compiled again"
+
+
+def test_a_block_is_recorded_on_behind_a_collective_that_returns_a_tensor() -> None:
+    """As layers over tensor-parallel ranks have them."""
+
+    def on_each_rank() -> None:
+        given, reduced = torch.ones(2), torch.ones(2)
+        graph = CapturedGraph(GraphPool(torch.device("cpu")))
+        with graph.capture():
+            total = all_reduce(given, "sum", dist.group.WORLD) * 1.0
+            assert is_capturing()
+            dist.all_reduce(reduced)
+        assert (total.tolist(), reduced.tolist()) == ([2.0] * 2, [2.0] * 2)
+        given.fill_(3.0)
+        graph.replay()
+        assert (total.tolist(), reduced.tolist()) == ([6.0] * 2, [4.0] * 2)
+
+    simulate(on_each_rank, 2)
+
+
+def test_memory_that_a_failed_block_has_freed_stays_free() -> None:
+    """Of whole parameters, which are gathered for some time."""
+    whole, beside = torch.ones(2), torch.ones(2)
+
+    def fails() -> None:
+        whole.add_(1.0)
+        beside.add_(1.0)
+        whole.untyped_storage().resize_(0)
+        raise KeyError
+
+    with pytest.raises(KeyError), RecordedGraph().recording():
+        fails()
+    assert whole.untyped_storage().nbytes() == 0
+    assert beside.tolist() == [1.0] * 2
+
+
+def test_what_was_replayed_is_not_taken_back() -> None:
+    """A capture that is given up before its first replay is."""
+    for replays in (0, 1):
+        total, graph = torch.zeros(2), CapturedGraph(GraphPool(torch.device("cpu")))
+        with graph.capture():
+            total.add_(1.0)
+        for _ in range(replays):
+            graph.replay()
+        graph.undo()
+        assert total.tolist() == [2.0 * replays] * 2
+        assert not graph.is_captured
 
 
 def test_a_replay_writes_the_memory_of_the_recording_and_no_version_rises() -> None:

@@ -176,6 +176,17 @@ def test_a_bucket_with_fewer_elements_may_have_more_blocks() -> None:
     assert_same(*found)
 
 
+@pytest.mark.parametrize("place", [None, "host"])
+def test_what_nobody_has_loaded_keeps_its_codes(place: str | None) -> None:
+    optimizer = make(offload_state=place)
+    train(optimizer, range(2))
+    state = {master: {key: value.clone() for key, value in each.items()} for master, each in optimizer.state.items()}
+    optimizer.mark_loaded()
+    for master, each in optimizer.state.items():
+        assert each.keys() == state[master].keys()
+        assert all(torch.equal(value, state[master][key]) for key, value in each.items())
+
+
 def test_bytes_of_the_state() -> None:
     optimizer = make()
     train(optimizer, range(1))

@@ -407,9 +407,9 @@ def test_a_norm_finishes_the_iteration(ranks: int, config: dict[str, Any]) -> No
         torch.testing.assert_close(found, [expected.double()] * 2, rtol=1e-12, atol=0)
 
 
-def raises_alike(config: dict[str, Any]) -> tuple[str, bool]:
+def raises_alike(config: dict[str, Any], value: float) -> tuple[str, bool]:
     ddp = DistributedDataParallel(nn.Linear(4, 4), DistributedDataParallelConfig(**config))
-    ddp(torch.full((2, 4), math.inf if dist.get_rank() == 1 else 1.0)).sum().backward()
+    ddp(torch.full((2, 4), value if dist.get_rank() == 1 else 1.0)).sum().backward()
     with pytest.raises(RuntimeError, match=r"the norm of all ranks' gradients is (inf|nan): zero_grad") as raised:
         clip_grad_norm(ddp, 1.0, error_if_nonfinite=True)
     unscaled = bool(ddp.reduced_grads()[0].isfinite().logical_not().any())
@@ -419,9 +419,12 @@ def raises_alike(config: dict[str, Any]) -> tuple[str, bool]:
     return str(raised.value), unscaled
 
 
+@pytest.mark.parametrize("value", [math.inf, math.nan])
 @pytest.mark.parametrize("sharded", [False, True])
-def test_a_norm_that_is_not_finite_raises_on_all_ranks_where_the_program_asks_for_it(sharded: bool) -> None:
-    (first, _), (second, _) = simulate(raises_alike, 2, {"use_distributed_optimizer": sharded})
+def test_a_norm_that_is_not_finite_raises_on_all_ranks_where_the_program_asks_for_it(
+    sharded: bool, value: float
+) -> None:
+    (first, _), (second, _) = simulate(raises_alike, 2, {"use_distributed_optimizer": sharded}, value)
     assert first == second
 
 
@@ -512,6 +515,24 @@ def test_clipping_alone_skips_no_step() -> None:
     ddp(torch.full((1, 2), math.nan)).sum().backward()
     optimizer.step()
     assert optimizer.num_skipped_steps is None and all(param.isnan().all() for param in ddp.parameters())
+
+
+@pytest.mark.parametrize("max_norm", [0.01, 1e6])
+def test_a_step_that_unscales_clips_by_the_norm_of_unscaled_gradients(max_norm: float) -> None:
+    """As torch's ``GradScaler`` steps with fused classes: it leaves gradients scaled, and tells the optimizer."""
+    found, norms = [], []
+    for scale in (None, 8.0):
+        ddp = wrap(make_net())
+        optimizer: Any = DistributedOptimizer(ddp, lr=1.0, optimizer_class=torch.optim.SGD, max_grad_norm=max_norm)
+        (loss_of(ddp, batch_of(0, 0, torch.float32)) * (scale or 1.0)).backward()
+        if scale is not None:
+            optimizer.grad_scale, optimizer.found_inf = torch.tensor(scale), torch.tensor(0.0)
+        optimizer.step()
+        found.append(weights(ddp))
+        norms.append(optimizer.grad_norm)
+    torch.testing.assert_close(*found)
+    torch.testing.assert_close(*norms)
+    assert norms[0] > 0.01
 
 
 def test_an_optimizer_may_be_told_later_to_skip() -> None:

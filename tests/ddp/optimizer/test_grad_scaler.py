@@ -223,6 +223,31 @@ def test_processes_skip_alike_too(way: str, value: float) -> None:
         assert steps == 3
 
 
+def test_unscaling_of_any_fp16_gradient_is_refused() -> None:
+    """Where others are fp32, too."""
+    for dtypes in ((FP16, FP32), (FP32, FP16)):
+        ddp = wrap(nn.ParameterList(torch.ones(3, dtype=dtype) for dtype in dtypes), grad_reduce_in_fp32=False)
+        scaler = GradScaler("cpu")
+        scaler.scale(torch.ones(()))
+        with pytest.raises(ValueError, match=r"unscale_\(\) of fp16 gradients would lose the small ones"):
+            scaler.unscale_(DistributedOptimizer(ddp))
+
+
+def test_a_search_for_inf_says_1_however_many_ranks_have_it() -> None:
+    def on_each_rank() -> list[float]:
+        ddp = wrap(make_net(), use_distributed_optimizer=True)
+        optimizer = DistributedOptimizer(ddp)
+        found = []
+        for bad in (0, 2, 3):
+            loss = loss_of(ddp, batch_of(0, rank_of(), FP32)) * (math.inf if rank_of() < bad else 1.0)
+            loss.backward()
+            found.append(optimizer.unscale_grads(torch.tensor(1.0)).item())
+            optimizer.zero_grad()
+        return found
+
+    assert simulate(on_each_rank, 3) == [[0.0, 1.0, 1.0]] * 3
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.sampled(2)
 def test_training_goes_on_after_nan(way: str) -> None:

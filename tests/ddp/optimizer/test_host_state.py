@@ -208,6 +208,17 @@ def test_memory_may_have_been_somebody_elses(device: Device) -> None:
     assert device.find("in 1 of step 0").is_behind("the last use of the memory")
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_memory_is_that_of_the_largest_bucket(order: int) -> None:
+    """Of elements, and of scales, which another bucket may have more of."""
+    members = [Member(torch.zeros(500), 0, 2), Member(torch.zeros(3), 1, 200)][::order]
+    state = HostState(torch.device("cpu"), members)
+    for member in members:
+        numel, num_scales = member.owner.numel(), member.num_scales
+        assert state.place(member.owner, "exp_avg", torch.zeros(numel, dtype=torch.uint8)).numel() == numel
+        assert state.place(member.owner, "exp_avg_scale", torch.zeros(num_scales)).numel() == num_scales
+
+
 def test_members_of_a_bucket_begin_where_kernels_read_sixteen_bytes_at_once() -> None:
     """Codes of 8 bits and their scales, of members of any length."""
     members = [Member(torch.zeros(numel), 0, num_scales) for numel, num_scales in ((3, 1), (70, 2), (1, 1))]

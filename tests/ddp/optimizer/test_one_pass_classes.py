@@ -89,6 +89,28 @@ def test_steps_are_those_of_the_definition(kind: str, form: str) -> None:
         assert len(held.state()) == (0 if kind == "sgd" else 1)
 
 
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("cls", [torch.optim.Adam, torch.optim.AdamW])
+def test_adam_reads_each_option_of_each_group(cls: type[torch.optim.Optimizer], form: str) -> None:
+    first = {"lr": 0.02, "betas": (0.8, 0.9), "eps": 0.1, "weight_decay": 0.2}
+    last: dict[str, Any] = {"lr": 0.03, "betas": (0.7, 0.95), "eps": 0.3, "weight_decay": 0.1}
+    groups = [{"params": "2.*", **last}]
+    options = {"optimizer_class": cls, "param_groups": groups, **first, **FORMS[form]}
+    module, plain = (wrapped(torch.float32).unwrap() for _ in range(2))
+    optimizer: Any = DistributedOptimizer(DistributedDataParallel(module), **options)
+    stock = cls([{"params": plain[0].parameters()}, {"params": plain[2].parameters(), **last}], **first)  # type: ignore[call-arg, index, operator, union-attr]
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(3):
+        for param, other in zip(module.parameters(), plain.parameters(), strict=True):
+            other.grad = torch.randn(param.shape, generator=generator)
+            add_grad(param, other.grad)
+        for stepped in (optimizer, stock):
+            stepped.step()
+            stepped.zero_grad()
+        for param, other in zip(module.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(param.detach(), other.detach(), rtol=1e-5, atol=1e-6)
+
+
 def test_options_that_a_program_changes_between_steps() -> None:
     """Another direction; and momentum that begins late, whose first step is not dampened."""
     options = {**SGD, "weight_decay": 0.0, "dampening": 0.5}
@@ -147,6 +169,34 @@ def test_momentum_of_a_checkpoint_without_steps_is_not_the_first() -> None:
         step(other, number)
     for held, theirs in zip(one.full_slices(), other.full_slices(), strict=True):
         torch.testing.assert_close(held.master, theirs.master, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_momentum_that_a_part_has_goes_on_and_that_of_the_others_begins(form: str) -> None:
+    """As in a checkpoint of a run in which some parameters had no gradients yet."""
+    options: dict[str, Any] = {**SGD, "momentum": 0.9, "dampening": 0.3}
+    config = DistributedDataParallelConfig(use_distributed_optimizer=True, bucket_size=1)
+    optimizer = DistributedOptimizer(
+        DistributedDataParallel(wrapped(torch.float32).unwrap(), config), **options, **FORMS[form]
+    )
+    plain = wrapped(torch.float32).unwrap()
+    stock = torch.optim.SGD(plain.parameters(), **{key: options[key] for key in options if key[0] != "o"})
+    generator = torch.Generator().manual_seed(1)
+    for step in range(3):
+        if step == 1:
+            stock.state[plain[0].weight].clear()  # type: ignore[index, union-attr]
+            (held,) = (each for each in optimizer.slices if each.name.endswith("0.weight"))
+            assert held.segment is not None
+            optimizer.state[held.segment.master].pop("momentum_buffer")
+            optimizer.state[held.segment.master].pop("step", None)
+        for param, other in zip(optimizer.model.module.parameters(), plain.parameters(), strict=True):
+            other.grad = torch.randn(param.shape, generator=generator)
+            add_grad(param, other.grad)
+        for stepped in (optimizer, stock):
+            stepped.step()
+            stepped.zero_grad()
+        for param, other in zip(optimizer.model.module.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(param.detach(), other.detach(), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -274,6 +324,20 @@ def test_lion_is_its_definition(maximize: bool) -> None:
     torch.testing.assert_close(param.detach(), expected)
     torch.testing.assert_close(optimizer.state[param]["exp_avg"], buffer)
     assert optimizer.step(lambda: 3.0) == 3.0
+
+
+def test_lion_takes_a_closure_that_computes_the_gradients() -> None:
+    param = nn.Parameter(torch.tensor([1.0, -2.0]))
+    optimizer = Lion([param], lr=0.5)
+
+    def closure() -> Any:
+        optimizer.zero_grad()
+        loss = param.square().sum()
+        loss.backward()
+        return loss.item()
+
+    assert [optimizer.step(closure) for _ in range(2)] == [5.0, 2.5]
+    assert param.tolist() == [0.0, -1.0]
 
 
 @pytest.mark.parametrize("form", [{}, COMPACT], ids=["full", "compact"])

@@ -406,6 +406,15 @@ def test_a_complex_parameter_is_refused_by_name() -> None:
         DistributedOptimizer(wrap(model))
 
 
+def test_parameters_without_elements_share_no_memory() -> None:
+    model = nn.ParameterList(torch.ones(numel) for numel in (0, 3, 0))
+    ddp = wrap(model)
+    optimizer = DistributedOptimizer(ddp, lr=0.5, optimizer_class=optim.SGD)
+    sum(param.sum() for param in ddp.module).backward()  # type: ignore[union-attr]
+    optimizer.step()
+    assert [param.tolist() for param in model] == [[], [0.5] * 3, []]
+
+
 class WithMethods(optim.SGD):
     """As schedule-free optimizers: methods of its own change the weights that the model shows."""
 

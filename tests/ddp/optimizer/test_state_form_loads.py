@@ -235,6 +235,97 @@ def test_an_assigned_state_is_taken_before_the_next_step(form: dict[str, Any]) -
     assert {state[key].dtype for state in own.values() for key in keys} == {kept}
 
 
+@pytest.mark.parametrize("form", [{}, COMPACT["compact"]], ids=["full", "compact"])
+def test_a_step_takes_an_assigned_state(form: dict[str, Any]) -> None:
+    optimizer = make(form)
+    trained(optimizer, range(1))
+    own = optimizer.state
+    optimizer.state = {  # type: ignore[assignment]
+        master: {**state, "exp_avg": torch.full(master.shape, 8.0)} for master, state in own.items()
+    }
+    trained(optimizer, range(1, 2))
+    assert optimizer.state is own
+    for held in optimizer.slices:
+        moment = held.state()["exp_avg"].float()
+        assert (moment > 4).all() and (moment < 8).all()
+
+
+@pytest.mark.parametrize("form", COMPACT)
+def test_steps_leave_a_state_dict_that_was_loaded(form: str) -> None:
+    """A program may load it again, or into another optimizer."""
+    source, optimizer = make({}), make(COMPACT[form], seed=1)
+    trained(source, range(2))
+    given = copy.deepcopy(source.state_dict())
+    optimizer.load_state_dict(given)
+    trained(optimizer, range(2, 4))
+    expected = source.state_dict()
+    for index, state in expected["state"].items():
+        assert all(torch.equal(value, given["state"][index][key]) for key, value in state.items())
+    assert all(map(torch.equal, given["masters"], expected["masters"]))
+
+
+def test_a_gradient_in_any_of_the_optimizers_own_tensors_is_refused() -> None:
+    optimizer = make({})
+    masters = [master for group in optimizer.param_groups for master in group["params"]]
+    assert len(masters) > 1
+    for master in masters:
+        master.grad = torch.zeros_like(master)
+        with pytest.raises(
+            RuntimeError, match=r"a gradient was put into \.grad of a tensor of optimizer\.param_groups"
+        ):
+            trained(optimizer, range(1))
+        master.grad = None
+        optimizer.zero_grad()
+    trained(optimizer, range(1))
+
+
+def test_a_state_of_groups_in_another_order_is_refused() -> None:
+    """Their tensors are cut alike, and each has the options of the other."""
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).bfloat16()
+    config = DistributedDataParallelConfig(bucket_size=1)
+    optimizers = []
+    for names in (("0.*", "1.*"), ("1.*", "0.*")):
+        groups = [{"params": name} for name in names]
+        optimizers.append(
+            DistributedOptimizer(DistributedDataParallel(copy.deepcopy(module), config), param_groups=groups)
+        )
+    with pytest.raises(ValueError, match="with other parameter groups or another class"):
+        optimizers[1].load_state_dict(optimizers[0].state_dict())
+
+
+def test_a_state_of_another_class_is_refused() -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).bfloat16()
+    adam, adamw = (
+        DistributedOptimizer(DistributedDataParallel(copy.deepcopy(module)), optimizer_class=cls)
+        for cls in (torch.optim.Adam, torch.optim.AdamW)
+    )
+    with pytest.raises(ValueError, match="with other parameter groups or another class"):
+        adamw.load_state_dict(adam.state_dict())
+
+
+@pytest.mark.parametrize("place", [None, "host"])
+@pytest.mark.parametrize("state", ["full", "compact"])
+@pytest.mark.parametrize(
+    ("option", "value"), [("amsgrad", True), ("maximize", True), ("decoupled_weight_decay", False)]
+)
+@pytest.mark.sampled(12)
+def test_options_that_a_form_lacks_are_refused_where_a_group_gets_them_later(
+    option: str, value: bool, state: Any, place: Any
+) -> None:
+    """Full state beside its parameters takes them, and leaves one pass for torch's."""
+    module = nn.Sequential(nn.Linear(24, 4), nn.Linear(4, 4)).bfloat16()
+    optimizer = DistributedOptimizer(
+        DistributedDataParallel(module), **HYPER, state=state, offload_state=place, param_groups=[{"params": "*.bias"}]
+    )
+    optimizer.param_groups[1][option] = value
+    if (state, place) == ("full", None):
+        trained(optimizer, range(1))
+        return
+    what = 'state="compact"' if place is None else 'offload_state="host"'
+    with pytest.raises(ValueError, match=f"^{what}"):
+        trained(optimizer, range(1))
+
+
 def test_before_a_replay_masters_follow_what_was_written() -> None:
     optimizer = make({})
     trained(optimizer, range(1))

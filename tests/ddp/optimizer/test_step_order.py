@@ -11,8 +11,9 @@ from loops import loss_of, make_batches, make_model, weights
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
+from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer, Lion, Muon
 from maingrad.ddp.gathers.param_gather import ParamGather
+from maingrad.ddp.optimizer.param_groups import counts_apart
 from maingrad.ddp.optimizer.step_order import step_order
 from maingrad.launch import simulate
 
@@ -170,6 +171,74 @@ def test_gathers_start_between_the_updates(monkeypatch: pytest.MonkeyPatch) -> N
             expected += [each, *(("gather", name) for name in reversed(each[1:]))]
     assert [each for each, *_ in log].count("update") == 3 and len(log) > 3 + 3
     assert log == expected
+
+
+class OfAProgram(torch.optim.SGD):
+    """It may count the steps of all parameters together."""
+
+    elementwise = True
+
+
+@pytest.mark.parametrize(
+    ("options", "num_passes"),
+    [
+        ({}, 3),
+        ({"optimizer_class": Lion}, 3),
+        ({"optimizer_class": torch.optim.NAdam}, 3),
+        ({"optimizer_class": OfAProgram, "lr": 0.1}, 1),
+        ({"param_groups": [{"params": "layers.0.*", "optimizer": OfAProgram, "lr": 0.1}]}, 1),
+        ({"skip_nonfinite": True}, 1),
+    ],
+    ids=str,
+)
+def test_classes_that_count_by_parameters_take_a_step_in_passes(
+    options: dict[str, Any], num_passes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One for the first buckets of the forward, one for the last; and one for the rest."""
+
+    def on_each_rank() -> int:
+        config = {"use_distributed_optimizer": True, "overlap_param_gather": True, "bucket_size": 32}
+        model = DistributedDataParallel(ByTurns(), DistributedDataParallelConfig(**config))
+        optimizer = DistributedOptimizer(model, **options)
+        loss_of(model, make_batches(1)[0]).backward()
+        model.finish_grad_sync()
+        passes: list[Any] = []
+        update = optimizer._steps.update
+        with monkeypatch.context() as noted:
+            noted.setattr(optimizer._steps, "update", lambda *args: (passes.append(args), update(*args)))
+            optimizer.step()
+        return len(passes)
+
+    assert simulate(on_each_rank, 2) == [num_passes] * 2
+
+
+def test_classes_of_torch_and_ours_count_by_parameters() -> None:
+    assert all(map(counts_apart, (torch.optim.AdamW, torch.optim.Muon, torch.optim.Adafactor, Lion, Muon)))
+    assert not counts_apart(OfAProgram)
+
+
+def test_gathers_that_run_are_over_before_they_start_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a capture. Nobody has read since the step."""
+    start = ParamGather.start
+
+    def start_alone(gather: ParamGather, *args: Any, **options: Any) -> None:
+        assert not gather.under_way
+        start(gather, *args, **options)
+
+    monkeypatch.setattr(ParamGather, "start", start_alone)
+
+    def on_each_rank() -> None:
+        config = {"use_distributed_optimizer": True, "overlap_param_gather": True, "bucket_size": 32}
+        model = DistributedDataParallel(ByTurns(), DistributedDataParallelConfig(**config))
+        sync = DistributedOptimizer(model).param_sync
+        for _ in range(2):
+            sync.start_again()
+            assert all(gather.under_way for gather in sync.gathers)
+        for param in model.module.parameters():
+            param.sum()  # which waits
+        assert not any(gather.under_way for gather in sync.gathers)
+
+    simulate(on_each_rank, 2)
 
 
 def test_what_all_ranks_have_written_alike_is_not_gathered() -> None:

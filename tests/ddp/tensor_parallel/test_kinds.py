@@ -309,6 +309,14 @@ def a_stride_on_one_rank() -> str:
     return refusal(lambda: wrap(model, ranks))
 
 
+def a_stride_of_columns_on_one_rank() -> str:
+    ranks = ranks_of_mesh(FOUR)
+    model = cut(CutModel(), ranks.tp.get_group())
+    if dist.get_rank() == 3:
+        model.blocks[0].down.weight.partition_stride = 2
+    return refusal(lambda: wrap(model, ranks))
+
+
 def norms_of_heads() -> str:
     ranks = ranks_of_mesh(FOUR)
     texts = []
@@ -412,6 +420,7 @@ REFUSED = {
     of_crossed_ranks: ("'blocks.0.up.weight' at [(0, 6)] of dim 0", "'blocks.0.up.weight' at [(6, 12)] of dim 0"),
     an_odd_stride_on_one_rank: ("partition_stride = 4 does not divide the 6 rows", "on rank 3"),
     a_stride_on_one_rank: ("at [(6, 12)] of dim 0", "'blocks.0.up.weight' at [(3, 6), (9, 12)] of dim 0"),
+    a_stride_of_columns_on_one_rank: ("at [(6, 12)] of dim 1", "'blocks.0.down.weight' at [(3, 6), (9, 12)] of dim 1"),
     norms_of_heads: ("'q_layernorm.weight' norms the heads", "set sequence_parallel = True on it"),
     layers_over_other_ranks: ("layer 'blocks.0.up' is cut over ranks", "pass the layers' group"),
     forgets_embedding_group: ("'head.weight' has shared_embedding = True", "those ranks as embedding_group"),

@@ -103,6 +103,28 @@ def test_copies_train_as_one_weight(way: str, microbatches: int) -> None:
     assert all(torch.equal(word, words[0]) for word in words)
 
 
+def step_alone(way: str) -> Tensor | None:
+    stage, data, model, _ = made(way)
+    optimizer = DistributedOptimizer(model, lr=0.5, optimizer_class=torch.optim.SGD)
+    model(data).backward()
+    optimizer.step()
+    optimizer.finish_param_sync()
+    return None if stage == 1 else model.module.word.detach().clone()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_step_without_clipping_takes_the_sum_too(way: str) -> None:
+    """It would update buckets one by one, while others are reduced."""
+    ranks = WAYS[way][0][0] * WAYS[way][0][1]
+    stages = [Stage(0), Stage(2)]
+    word = stages[1].word = stages[0].word
+    sum(stage(data) / ranks for stage in stages for data in range(ranks)).backward()
+    assert word.grad is not None
+    for found in simulate(step_alone, 3 * ranks, way):
+        if found is not None:
+            torch.testing.assert_close(found, word.detach() - 0.5 * word.grad)
+
+
 def with_tokens() -> Tensor:
     """Data 0 has 2 tokens, data 1 has 3."""
     stage, data, model, _ = made("ddp", calculate_per_token_loss=True)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
+from maingrad.ddp.buckets import iteration_ends
 from maingrad.ddp.torch_grads.optimizer import after_closure
 from maingrad.fsdp import fully_shard
 from maingrad.launch import simulate
@@ -149,6 +150,43 @@ def test_a_closure_may_leave_the_last_reduction_to_the_step(name: str) -> None:
     expected = plainly_trained(OPTIMIZERS[name])
     for found in simulate(train, RANKS):
         torch.testing.assert_close(found, expected)
+
+
+def test_a_closure_may_add_to_what_backwards_under_no_sync_have_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step reduces the sum, once the closure has returned."""
+    heard: list[int] = []
+
+    class Watcher(iteration_ends.IterationWatcher):
+        def ended(self, *_: Any) -> None: ...
+
+        def discarded(self, *_: Any, **__: Any) -> None: ...
+
+        def stepped(self, *_: Any) -> None:
+            heard.append(dist.get_rank())
+
+    monkeypatch.setattr(iteration_ends, "_watchers", [Watcher()])
+    net = make_net()
+    for _ in range(2):
+        loss_of_all(net).backward()
+    torch.optim.SGD(net.parameters(), lr=0.1).step()
+
+    def train() -> list[Tensor]:
+        model = DistributedDataParallel(make_net())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def closure() -> float:
+            loss = model(batch(dist.get_rank())).square().mean()
+            loss.backward()
+            return loss.item()
+
+        with model.no_sync():
+            closure()
+        optimizer.step(closure)
+        return [param.detach() for param in model.parameters()]
+
+    for found in simulate(train, RANKS):
+        torch.testing.assert_close(found, [param.detach() for param in net.parameters()])
+    assert sorted(heard) == [*range(RANKS)], "one step on each rank"
 
 
 @pytest.mark.parametrize("name", ["AdamW", "SGD"])

@@ -117,6 +117,15 @@ def test_bf16_adamw_takes_gradients_of_the_parameters_dtype_and_says_so_itself()
         ddp.zero_grad_buffer()
 
 
+def test_gradients_may_be_shown_in_fewer_bits_than_the_parameters() -> None:
+    ddp = wrap(make_model())
+    ddp_backward(ddp, make_batches(2))
+    ddp.expose_grads(torch.bfloat16)
+    for parameter in ddp.parameters():
+        assert parameter.grad.dtype is torch.bfloat16
+        assert torch.equal(parameter.grad, parameter.main_grad.bfloat16())
+
+
 def test_fp32_gradients_of_bf16_parameters_are_main_grad_itself_until_the_next_iteration() -> None:
     ddp = wrap(make_model(torch.bfloat16))
     ddp_backward(ddp, make_batches(2, torch.bfloat16))

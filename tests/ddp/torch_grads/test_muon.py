@@ -263,6 +263,18 @@ def test_steps_and_work_of_an_update() -> None:
         assert steps_of(given) == named
 
 
+def test_momentum_has_the_dtype_of_the_gradients() -> None:
+    """fp32, where a program sums gradients of half precision in it."""
+    param = nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16))
+    param.grad_dtype = None
+    param.grad = torch.full((4, 4), 1 + 2**-12)
+    optimizer = Muon([param], momentum=0.5)
+    optimizer.step()
+    (state,) = optimizer.state.values()
+    assert state["momentum_buffer"].dtype is torch.float32
+    assert torch.equal(state["momentum_buffer"], param.grad / 2)
+
+
 def test_options_of_a_group_and_complex_matrices_are_refused() -> None:
     with pytest.raises(ValueError, match="lr"):
         Muon([{"params": [nn.Parameter(torch.zeros(8, 4))], "lr": -1.0}])

@@ -233,6 +233,7 @@ def test_what_makes_a_head_or_a_router() -> None:
     found = reasons(table=table, router=router, last=last)
     assert found["last.weight"] == "of the head"
     assert found["router.output.weight"].startswith("of a router")
+    assert reasons(subrouter=up)["subrouter.weight"] == "", "a part of the path says it, and no part of a name"
     # A fused table is a linear layer neither.
     assert reasons(table=Embedding(48, 16), last=last)["last.weight"] == "of the head"
     # A gate without experts beside it is a linear layer as another.
@@ -250,6 +251,7 @@ def test_the_first_owner_of_a_tied_matrix_says_what_it_is() -> None:
 
 def test_matrices_of_other_kinds() -> None:
     assert reasons(complex=nn.Linear(4, 4, bias=False, dtype=torch.complex64)) == {"complex.weight": "a vector"}
+    assert reasons(block=Experts())["block.packed"] == "", "the name of the class says it"
     layer = nn.Linear(4, 4, bias=False)
     layer.kernel = nn.Parameter(torch.zeros(2, 2, 4, 4))
     found = reasons(layer=layer, sparse_moe=Other(3, 4, 4), experts=Other(1, 4, 4))

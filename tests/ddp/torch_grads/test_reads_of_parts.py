@@ -267,6 +267,9 @@ def test_experts_that_some_ranks_share_are_no_plain_tensors_either() -> None:
         optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
         before = model[2].weight.detach().clone()
         wrapped(batch(rank)).square().mean().backward()
+        grad: Any = model[2].weight.grad
+        grad.full_tensor().zero_()
+        assert grad.norm() > 0, "a copy, though each rank has all of it"
         model[2].weight.grad = None
         optimizer.step()
         assert torch.equal(model[2].weight, before)
@@ -406,11 +409,18 @@ SHAPES = [
     ((6,), 2, 5, (3,)),
     ((4, 3), 3, 9, (2, 3)),
     ((4, 3), 2, 9, (7, 1)),
+    ((4, 3), 1, 7, (6, 1)),  # as many elements as two rows
     ((4, 3), 3, 8, (5, 1)),
     ((4, 3), 5, 5, (0, 3)),
     ((4, 3, 2), 6, 12, (1, 3, 2)),
     ((4, 3, 2), 6, 10, (4, 1, 1)),
 ]
+
+
+def test_the_same_part_is_one_of_the_same_elements() -> None:
+    mine = info_of((4, 3), 3, 6)
+    assert mine.is_same_shard(mine._replace(name="other", unit="block", num_replicas=2))
+    assert not any(map(mine.is_same_shard, (info_of((4, 3), 3, 9), info_of((4, 3), 0, 6), info_of((3, 4), 3, 6))))
 
 
 @pytest.mark.parametrize(("shape", "start", "end", "expected"), SHAPES)

@@ -465,6 +465,20 @@ def test_gradients_may_be_cleared_between_a_forward_and_its_backward(
     assert torch.equal(params[0].main_grad, torch.ones(2, 4))
 
 
+@pytest.mark.parametrize("clear", ["zero_grad", "zero_grad_buffer"])
+def test_what_a_program_has_put_into_main_grad_is_zeroed_too(clear: str) -> None:
+    """Before any backward of the iteration."""
+    model, (batch,) = wrap(make_model()), make_batches(1)
+    twin = plain_twin(model.module)
+    for param in model.parameters():
+        param.main_grad.fill_(1.0)
+    getattr(model, clear)()
+    assert not any(param.main_grad.any() for param in model.parameters())
+    ddp_backward(model, [batch])
+    plain_backward(twin, [batch])
+    assert_same(main_grads(model), plain_grads(twin))
+
+
 def test_a_forward_behind_cleared_gradients_begins_an_iteration() -> None:
     """Before it runs: modules may write gradients in their forward, and unused parameters are found there."""
     model = wrap(nn.Linear(4, 2))

@@ -410,6 +410,15 @@ def test_sharded_gradients_are_not_exposed() -> None:
         ddp.expose_grads()
 
 
+def test_a_stock_step_over_sharded_gradients_is_refused() -> None:
+    ddp = wrap(make_model(), use_distributed_optimizer=True)
+    ddp_backward(ddp, make_batches(2))
+    before = weights(ddp)
+    with pytest.raises(RuntimeError, match=r"optimizer\.step\(\) needs whole gradients"):
+        torch.optim.SGD(ddp.parameters(), lr=0.1).step()
+    assert_same(weights(ddp), before)
+
+
 @pytest.mark.parametrize("max_norm", [0, -1.0])
 def test_clipping_needs_a_positive_norm(max_norm: float) -> None:
     ddp = wrap(make_model())

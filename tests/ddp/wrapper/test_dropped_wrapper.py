@@ -11,7 +11,7 @@ import torch.distributed as dist
 from loops import assert_same, ddp_backward, main_grads, make_batches, make_model, plain_backward, plain_grads, wrap
 from torch import Tensor, nn
 
-from maingrad.ddp import DistributedDataParallel, DistributedOptimizer
+from maingrad.ddp import WORLD_OF_ONE, DistributedDataParallel, DistributedOptimizer
 from maingrad.fsdp import fully_shard
 from maingrad.launch import simulate
 from maingrad.te_integration import Linear
@@ -40,6 +40,22 @@ def trains_and_lets_go(model: nn.Module) -> None:
 
 
 LETS_GO = [forgets_the_result, keeps_it_in_a_function, trains_and_lets_go]
+
+
+def test_a_model_with_experts_of_each_rank_refuses_too() -> None:
+    """Its other parameters are shared."""
+
+    def on_each_rank() -> None:
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+        for param in model[1].parameters():
+            param.allreduce = False  # type: ignore[attr-defined]
+        DistributedDataParallel(model, expert_process_group=WORLD_OF_ONE)
+        for part in (model, model[0]):
+            with pytest.raises(RuntimeError, match=REFUSED):
+                part(torch.ones(1, 8))
+        assert [len(layer._forward_pre_hooks) for layer in model] == [1, 1], "one hook, of weight and bias"
+
+    simulate(on_each_rank, 2)
 
 
 def trains_on(let_go: Callable[[nn.Module], None]) -> None:
@@ -156,6 +172,15 @@ def test_unwrap_leaves_nothing_on_parameters(release_grads: bool) -> None:
         assert [vars(param) for param in model.parameters()] == [{}] * 3
 
     simulate(nothing_is_left, 2)
+
+
+def test_unwrap_leaves_a_gradient_that_the_program_has_put_there() -> None:
+    """Before any backward of the iteration: no wrapper has seen it."""
+    model = make_model(fuse=False)
+    ddp = wrap(model)
+    model[0].weight.grad = grad = torch.ones_like(model[0].weight)
+    ddp.unwrap()
+    assert model[0].weight.grad is grad
 
 
 def test_unwrap_gives_up_what_is_under_way_but_for_delayed_gradients() -> None:

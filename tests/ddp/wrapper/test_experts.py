@@ -103,6 +103,20 @@ def test_each_ranks_experts_stay_its_own(
     assert not torch.equal(found[1][0][0], first_expert[0])
 
 
+def named_for_all(frozen: bool) -> list[Tensor]:
+    model = Mixture(dist.get_rank(), 0, frozen=frozen)
+    DistributedDataParallel(model, expert_process_group=dist.group.WORLD)
+    return values(model.of_expert().values())
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_experts_of_ranks_that_are_named_begin_as_the_first_ones(frozen: bool) -> None:
+    """Where nobody names ranks, experts that differ are refused."""
+    expected = values(Mixture(0, 0, frozen=frozen).of_expert().values())
+    for found in simulate(named_for_all, 2, frozen):
+        assert all(map(torch.equal, found, expected))
+
+
 def only_a_buffer_is_marked() -> list[float]:
     model = nn.Linear(2, 2)
     model.register_buffer("load", torch.full((1,), float(dist.get_rank())))

@@ -4,6 +4,7 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,36 @@ def test_slices_train_over_their_own_ranks(way: str, name_it: bool) -> None:
     assert torch.equal(weights[1], weights[3])
     assert torch.equal(weights[0], weights[1]) is not name_it
     assert not any(torch.equal(weight, before) for weight, before in found)
+
+
+def has_the_first_ranks(way: str) -> Tensor:
+    model = Cut(dist.get_rank())
+    wrapped = wrap(way, model, dist.group.WORLD)
+    with wrapped.unsharded() if way == "fully_shard" else nullcontext():
+        return model.up.weight.detach().clone()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_slices_of_ranks_that_are_named_begin_as_the_first_ones(way: str) -> None:
+    for weight in simulate(has_the_first_ranks, 2, way):
+        assert torch.equal(weight, Cut(0).up.weight)
+
+
+def test_classes_of_whole_parameters_update_what_all_ranks_have() -> None:
+    """Beside slices, which take an elementwise class."""
+
+    def on_each_rank() -> None:
+        dp, tp = groups()
+        model = Cut(dist.get_rank() % 2)
+        ddp = DistributedDataParallel(model, process_group=dp, tensor_parallel_group=tp)
+        before = model.norm.weight.detach().clone()
+        ddp(torch.randn(2, 4)).square().sum().backward()
+        text = "Adafactor updates whole parameters, and tensor-parallel ranks have slices of 'up.weight'"
+        assert text in refusal(torch.optim.Adafactor(model.parameters(), lr=0.1).step, RuntimeError)
+        torch.optim.Adafactor(model.norm.parameters(), lr=0.1).step()
+        assert not torch.equal(model.norm.weight, before)
+
+    simulate(on_each_rank, 4)
 
 
 def norms_of(way: str) -> list[str]:

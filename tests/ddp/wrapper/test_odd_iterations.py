@@ -36,11 +36,13 @@ def test_finish_grad_sync_behind_a_read_changes_nothing(overlap: bool) -> None:
     assert all(map(torch.equal, grads, [param.grad for param in ddp.parameters()]))
 
 
-def test_a_step_in_a_hook_of_an_activation_is_refused_before_any_gradient_has_come() -> None:
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_step_in_a_hook_of_an_activation_is_refused_before_any_gradient_has_come(begun: bool) -> None:
     """What the first backward has brought is there; what the second brings is not."""
     ddp, (first, second) = wrap(make_model()), make_batches(2)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    loss_of(ddp, first).backward()
+    if begun:
+        loss_of(ddp, first).backward()
     before = weights(ddp)
     out = ddp(second)
     out.register_hook(lambda _: optimizer.step())
@@ -461,6 +463,29 @@ def test_the_end_of_a_part_refuses_what_no_hook_has_seen() -> None:
         ddp.grad_parts.end(net)
 
 
+def test_sums_that_were_started_alone_are_shown_as_they_are() -> None:
+    """A program that starts the reduction itself waits for it itself."""
+    ddp = wrap(make_model(), overlap_grad_reduce=True)
+    loss_of(ddp, make_batches(1)[0]).backward()
+    ddp.start_grad_sync()
+    assert len(ddp.reduced_grads()) == len(ddp.buckets) and not ddp.is_reduced
+    ddp.finish_grad_sync()
+    assert ddp.is_reduced
+
+
+def test_a_step_behind_one_whose_parts_have_all_ended_begins_with_its_first_part() -> None:
+    """Which may be another one."""
+    ddp = wrap(make_model())
+    parts, (first, _, norm, last) = ddp.grad_parts, ddp.module
+    for part in (first, last):
+        parts.begin(part, part.parameters())
+    for part in (first, last):
+        parts.end(part)
+    assert (parts.num_begun, parts.num_open) == (2, 0)
+    parts.begin(norm, norm.parameters())
+    assert (parts.num_begun, parts.num_open) == (1, 1)
+
+
 def test_parts_begin_a_new_iteration_where_the_program_has_cleared_grad() -> None:
     """A part may run past the wrapper's forward, which would do so."""
     ddp = wrap(make_model())
@@ -479,6 +504,7 @@ def test_parts_of_modules_around_wrappers_and_inside() -> None:
     assert parts_of([around]) == [first.grad_parts, second.grad_parts]
     assert parts_of([second.module[0], second.module, first.module[3]]) == [second.grad_parts, first.grad_parts]
     assert parts_of([nn.ModuleList([first.module[0]])]) == [first.grad_parts], "a layer inside of one, inside of a list"
+    assert parts_of([nn.ModuleList([first.module[0], second.module[0]])]) == [first.grad_parts, second.grad_parts]
     assert parts_of([nn.Linear(2, 2)]) == []
     sharded: Any = nn.Linear(2, 2)
     sharded.grad_parts = parts = object()  # as a unit of fully_shard has, whose parameters say nothing
