@@ -318,6 +318,21 @@ def test_functions_of_another_registry_compute_something_else() -> None:
     assert type(model.model.layers[0].mlp.experts) is cls
 
 
+def test_another_decorator_with_names_like_transformers_is_left_alone() -> None:
+    def decorated(experts_interface: Any) -> Any:
+        def forward(self: Any, hidden_states: Tensor, *routing: Tensor) -> Tensor:
+            chosen: Tensor = experts_interface["grouped_mm"](self, hidden_states, *routing)
+            return chosen
+
+        return forward
+
+    cls = type("OfAProgram", (Elsewhere,), {"forward": decorated(ALL_EXPERTS_FUNCTIONS)})
+    cls.has_gate = True
+    model = with_experts_of(cls, "grouped_mm")
+    assert "model.layers.0.mlp.experts" not in convert_linears(model).converted
+    assert type(model.model.layers[0].mlp.experts) is cls
+
+
 def test_a_gate_of_the_classs_own_is_called() -> None:
     """With SiLU, as most have, and one more in the second half."""
 
