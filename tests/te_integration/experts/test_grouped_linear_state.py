@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +12,14 @@ import torch
 from loops import wrap
 from torch import Tensor, nn
 
-from maingrad.te_integration import GroupedLinear, LayerNormMLP, Sequential, convert_linears
+from maingrad.te_integration import (
+    Float8CurrentScaling,
+    GroupedLinear,
+    LayerNormMLP,
+    Sequential,
+    autocast,
+    convert_linears,
+)
 
 E, K, N = 3, 4, 5
 BOTH = [{}, {"single_grouped_weight": True, "single_grouped_bias": True}]
@@ -346,6 +354,22 @@ def test_compiled_around_with_memory_of_the_caller(memory: str) -> None:
     expected = module(x.detach(), splits) if memory == "out" else x.grad
     assert torch.equal(buffer, expected)
     torch.compiler.reset()
+
+
+@pytest.mark.parametrize("quantised", [False, True])
+def test_a_graph_does_not_keep_the_callers_memory(quantised: bool) -> None:
+    """The output's tensor is the caller's: with its last reader it may go."""
+    module = GroupedLinear(2, 32, 32, bias=False, dtype=torch.bfloat16)
+    out = torch.empty(5, 32, dtype=torch.bfloat16)
+    kept = weakref.ref(out)
+    with autocast(enabled=quantised, recipe=Float8CurrentScaling()):
+        y = module(torch.ones(5, 32, dtype=torch.bfloat16), [2, 3], out=out)
+    assert y.data_ptr() == out.data_ptr()
+    loss = y.sum()
+    del out, y
+    assert kept() is None
+    loss.backward()
+    assert module.weight0.grad is not None and module.weight0.grad.eq(2).all()
 
 
 def test_without_gradients_nothing_is_kept() -> None:

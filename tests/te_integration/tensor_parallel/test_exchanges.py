@@ -6,10 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from maingrad.ddp import DistributedDataParallel
 from maingrad.launch import simulate
-from maingrad.te_integration import Linear
+from maingrad.te_integration import LayerNormMLP, Linear
 
 F = 4
 
@@ -40,3 +41,25 @@ def test_ranks_sum_the_gradient_in_the_dtype_of_the_input_that_is_saved(
     """257 has 9 bits, and bf16 has 8: a sum of what autocast has cast rounds."""
     for grad in simulate(grad_of_input, 2, original, sequence_parallel):
         assert set(grad.flatten().tolist()) == {257.0 if original else 256.0}
+
+
+def microbatches_of_recomputed_blocks(kind: str) -> list[int]:
+    """Of the weight gradients that wait behind one backward through two blocks, each a reentrant checkpoint."""
+    given: Any = {"tp_group": dist.group.WORLD, "fuse_wgrad_accumulation": True, "delay_wgrad_compute": True}
+    layer: Any = (
+        LayerNormMLP(4, 8, set_parallel_mode=True, **given)
+        if kind == "both"
+        else Linear(4, 4, parallel_mode=kind, **given)
+    )
+    wrapped = alone(layer)
+    x = torch.ones(2, 2 if kind == "row" else 4, requires_grad=True)
+    sum(checkpoint(wrapped, x, use_reentrant=True).sum() for _ in range(2)).backward()
+    assert len(layer.wgrad_queue) == (4 if kind == "both" else 2)
+    pending: list[int] = layer.wgrad_queue.pending_microbatches
+    layer.wgrad_queue.drain()
+    return pending
+
+
+@pytest.mark.parametrize("kind", ["column", "row", "both"])
+def test_uses_in_two_recomputed_blocks_are_one_microbatch(kind: str) -> None:
+    assert simulate(microbatches_of_recomputed_blocks, 2, kind) == [[0], [0]]
