@@ -63,3 +63,24 @@ def microbatches_of_recomputed_blocks(kind: str) -> list[int]:
 @pytest.mark.parametrize("kind", ["column", "row", "both"])
 def test_uses_in_two_recomputed_blocks_are_one_microbatch(kind: str) -> None:
     assert simulate(microbatches_of_recomputed_blocks, 2, kind) == [[0], [0]]
+
+
+def shared(fused: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Output, the input that goes on, and the input's gradient, where each rank has another weight."""
+    layer = Linear(4, 4, bias=False, fuse_wgrad_accumulation=fused)
+    kept = alone(layer)
+    torch.nn.init.constant_(layer.weight, 1.0 + dist.get_rank())
+    x, group = torch.ones(2, 4, requires_grad=True), dist.group.WORLD
+    assert group is not None
+    y, others = layer.multiply_columns(x, None, group.group_name, 2, dist.get_rank(), shares=True)
+    (y.sum() + 10 * others.sum()).backward()
+    kept.finish_grad_sync()
+    assert x.grad is not None and layer.weight.main_grad.eq(2).all()
+    return y.detach(), others.detach(), x.grad
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_what_other_products_add_to_the_inputs_gradient_is_summed_too(fused: bool) -> None:
+    for rank, (output, others, grad) in enumerate(simulate(shared, 2, fused)):
+        assert output.eq(4.0 * (1 + rank)).all() and others.eq(1).all()
+        assert grad.eq(4 * 1 + 4 * 2 + 2 * 10).all(), "of both ranks' weights, and of both ranks' other products"
