@@ -35,6 +35,7 @@ from maingrad.te_integration import (
     delayed_wgrad,
     unconvert,
 )
+from maingrad.te_integration.experts.hugging_face_experts import why_not_experts
 
 NAMES = list(EXPERT_MODELS)
 BOUND = 2e-5
@@ -413,6 +414,12 @@ def test_experts_with_another_activation_or_gate_of_their_own() -> None:
     replaced.model.layers[0].mlp.experts._apply_gate = lambda gate_up: gate_up.chunk(2, dim=-1)[0]
     reason = convert_linears(replaced).skipped["model.layers.0.mlp.experts"]
     assert "_apply_gate was replaced on this instance" in reason
+    split = tiny("mixtral", layers=1)
+    experts = split.model.layers[0].mlp.experts
+    experts._is_expert_parallel = True
+    assert why_not_experts(experts, may_be_split=True) is None, "for those who bring the tokens"
+    reason = convert_linears(split).skipped["model.layers.0.mlp.experts"]
+    assert "split over ranks by transformers (expert parallelism)" in reason
 
 
 @pytest.mark.parametrize("choice", [{"moe_topk": [1, 3]}, {"top_k_experts": 2}])

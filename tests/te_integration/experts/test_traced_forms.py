@@ -275,3 +275,11 @@ def test_rows_travel_in_8_bits_where_the_program_asks_for_it_alone() -> None:
     with autocast(recipe=Float8BlockScaling()):
         rows, *_ = TokenDispatcher(4, WORLD_OF_ONE, **CAPACITY).dispatch(x.bfloat16(), ids, probs)
     assert rows[:ROWS].eq(x[0].bfloat16()).all()
+
+
+def test_derivatives_of_gradients_are_refused_where_rows_travel() -> None:
+    sender, x, probs = TokenDispatcher(4, WORLD_OF_ONE), torch.ones(ROWS, 8), torch.rand(ROWS, 1)
+    rows, _, _, sent = sender.dispatch(x.requires_grad_(), torch.arange(ROWS)[:, None] % 4, probs)
+    for output in (rows, sender.combine(rows, sent)):
+        with pytest.raises(RuntimeError, match=r"TokenDispatcher: second derivatives \(create_graph=True\)"):
+            torch.autograd.grad(output.square().sum(), x, create_graph=True, retain_graph=True)
