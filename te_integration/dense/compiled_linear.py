@@ -148,7 +148,7 @@ class _CompiledLinear(torch.autograd.Function):
         ctx.save_for_backward(key, *weights, *of_input)
         ctx.num_weights, ctx.product, ctx.transposed, ctx.recipe = len(weights), product, transposed, recipe
         ctx.ranks = ranks
-        ctx.input_shape, ctx.input_dtype = x.shape, x.dtype
+        ctx.input_shape = x.shape
         ctx.bias_dtype = None if bias is None else bias.dtype
         return (y, x.view_as(x)) if shares else y
 
@@ -163,10 +163,9 @@ class _CompiledLinear(torch.autograd.Function):
         dx, columns = None, 0
         if ctx.recipe < 0:
             if needs_dx:
-                dx = cast(input_grad(dy, weights, transposed=ctx.transposed), ctx.input_dtype)
-                dx = sum(of_others, dx)
+                dx = sum(of_others, input_grad(dy, weights, transposed=ctx.transposed))
                 dx = dx if ranks is None else ranks.start_sum(dx)
-            operands = [dy_rows, cast(rows_of(operands[0]), dy.dtype)]
+            operands = [dy_rows, rows_of(operands[0])]
         else:
             of_rows, *of_grad = _backward_op(dy_rows, weights, ctx.recipe, ctx.transposed, needs_dx, True in needs_dw)
             dx = of_rows.view(ctx.input_shape) if needs_dx else None

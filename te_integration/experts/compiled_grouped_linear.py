@@ -88,7 +88,7 @@ class _CompiledGroupedLinear(torch.autograd.Function):
         dx = ds = None
         if needs_dx:
             matrices = _cast_all(weights, dy.dtype)
-            dx = cast(grouped_linear_op(dy, matrices, offsets, [], None, not ctx.transposed), x.dtype)
+            dx = grouped_linear_op(dy, matrices, offsets, [], None, not ctx.transposed)
         if needs_ds:
             ds = cast(grouped_scale_grad_op(dy, _cast_all(biases, dy.dtype), offsets), scale.dtype)
         dbs: list[Tensor | None] = [None] * len(biases)
@@ -96,7 +96,6 @@ class _CompiledGroupedLinear(torch.autograd.Function):
             db = grouped_bias_grad_op(dy, offsets, scale, biases[0].dtype)
             dbs = parts_of(db, biases[0].dim() == 2, needs_db)
         dws: list[Tensor | None] = [None] * len(weights)
-        x = cast(x, dy.dtype)
         if True in needs_dw and key is not None:
             assert wgrad is not None, "can_compile was asked"
             wgrad([dy, x, offsets], key, ctx.product)

@@ -8,7 +8,6 @@ forward of each module, and 2.2 in ``GroupedModule.multiply_rows``. ``GroupedWgr
 """
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -142,11 +141,6 @@ def per_expert(tensors: Sequence[Tensor], packed: bool, dtype: torch.dtype) -> P
     return together
 
 
-def _without_autocast(device_type: str) -> AbstractContextManager[Any]:
-    """Autocast off: operands are cast already, and fp32 sums must stay fp32."""
-    return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()
-
-
 def _written(buffer: Tensor) -> Tensor:
     """A view, for autograd, of memory that a kernel wrote: the caller's tensor itself gets no history."""
     if not buffer.is_inference():  # an inference tensor has no version
@@ -169,9 +163,8 @@ class _FusedGroupedLinear(torch.autograd.Function):
         ctx.input_dtype, ctx.weight_dtype = input.dtype, weights[0].dtype
         ctx.bias_dtype = biases[0].dtype if biases else None
         ctx.scale_dtype = None if scale is None else scale.dtype
-        with _without_autocast(input.device.type):
-            bias = per_expert(biases, call.packed_bias, call.dtype) if biases else None
-            y, of_input = call.products.output(ctx, input, weights, bias, scale)
+        bias = per_expert(biases, call.packed_bias, call.dtype) if biases else None
+        y, of_input = call.products.output(ctx, input, weights, bias, scale)
         # Step 2.3: what backward needs is saved.
         ctx.save_for_backward(
             scale if needs_db else None,
@@ -202,18 +195,17 @@ class _FusedGroupedLinear(torch.autograd.Function):
         weights, others = (others[:count], others[count:]) if needs_dx else ((), others)
         num_biases = len(needs) - count - 1 if needs[-1] else 0
         biases, of_input = others[:num_biases], others[num_biases:]
-        with _without_autocast(dy.device.type):
-            # Step 3.3: the gradient of the input. Those of the biases come last.
-            dx, left, right = call.products.gradients(ctx, dy, weights, of_input)
-            if dx is not None:
-                dx = cast(dx, ctx.input_dtype) if call.grad_input is None else _written(dx)
-            dws: list[Tensor | None] = [None] * count
-            if of_input:
-                if use.transposed:
-                    left, right = right, left
-                # Steps 3.4 and 3.5: one product for the weights of all experts, now or from a queue; then the flags.
-                dws = weight_grads(ctx, wanted, places, (left, right, call.offsets))
-            return (dx, None, None, *dws, *_bias_grads(ctx, dy, scale, biases))
+        # Step 3.3: the gradient of the input. Those of the biases come last.
+        dx, left, right = call.products.gradients(ctx, dy, weights, of_input)
+        if dx is not None:
+            dx = cast(dx, ctx.input_dtype) if call.grad_input is None else _written(dx)
+        dws: list[Tensor | None] = [None] * count
+        if of_input:
+            if use.transposed:
+                left, right = right, left
+            # Steps 3.4 and 3.5: one product for the weights of all experts, now or from a queue; then the flags.
+            dws = weight_grads(ctx, wanted, places, (left, right, call.offsets))
+        return (dx, None, None, *dws, *_bias_grads(ctx, dy, scale, biases))
 
 
 # Its C++ base is faster: see ``dense/linear.py``. torch.func's transforms are refused.

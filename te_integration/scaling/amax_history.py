@@ -177,7 +177,6 @@ class _AtEnd(list[AmaxRow]):
 
     def __call__(self) -> None:
         commit(self)
-        self.clear()
 
 
 _at_end: "weakref.WeakValueDictionary[int, _AtEnd]" = weakref.WeakValueDictionary()

@@ -163,6 +163,19 @@ def test_logits_of_ignored_tokens_may_be_anything(run: object, device: str) -> N
     torch.testing.assert_close(logits.cpu(), torch.tensor([[0.0, 0.0], [0.0, 0.0], [0.5, -0.5]]))
 
 
+@pytest.mark.parametrize("run", [cross_entropy_in_place, cross_entropy_triton])
+@pytest.mark.parametrize("device", LAUNCHER_DEVICES)
+def test_what_is_ignored_may_be_a_number_above_all_classes(run: object, device: str) -> None:
+    assert callable(run)
+    logits, _, grads = operands(4, 5, torch.float32, device)
+    found = []
+    for ignored in (-100, 1000):
+        given, targets = logits.clone(), torch.tensor([4, ignored, 0, ignored], device=device)
+        losses, lse = run(given, targets, LossTerms(ignored, 0.2, 0.05), grads=grads)
+        found.append((losses, lse, given))
+    assert all(map(torch.equal, *found)) and not found[0][2][1::2].any()
+
+
 def test_refused_arguments() -> None:
     logits, targets = torch.zeros(3, 4), torch.zeros(3, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"needs logits \[T, V\] with adjacent columns"):
@@ -171,6 +184,8 @@ def test_refused_arguments() -> None:
         cross_entropy_in_place(logits, targets[:2], LossTerms())
     with pytest.raises(ValueError, match=r"needs logits \[T, V\]"):
         cross_entropy_in_place(logits[None], targets[:1], LossTerms())
+    with pytest.raises(ValueError, match=r"needs logits \[T, V\]"):
+        cross_entropy_in_place(logits, targets[:, None], LossTerms())
     with pytest.raises(TypeError, match="needs int64 targets"):
         cross_entropy_in_place(logits, targets.int(), LossTerms())
 

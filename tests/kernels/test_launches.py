@@ -151,6 +151,7 @@ def test_where_experts_lie() -> None:
     uneven = [packed[0], packed[2], packed[1]]
     assert located(uneven)[1:] == ([addresses[0], addresses[2], addresses[1]], 0, 0, 1, True)
     assert located([packed[0], None, packed[1]])[1:] == ([addresses[0], 0, addresses[1]], 0, 0, 1, True)
+    assert located([None, packed[1]])[1:] == ([0, addresses[1]], 0, 0, 1, True)
     assert located([packed[0], packed[0]])[1] is not None, "two experts of one memory"
     flat = torch.zeros(200, dtype=torch.bfloat16)
     for tensors in (flat[1:161].view(2, 8, 10), flat[:160].view(2, 8, 10), flat[:144].view(2, 9, 8)[:, :8, :7]):

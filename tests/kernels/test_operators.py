@@ -23,8 +23,8 @@ TOKENS, ROWS = torch.randn(2, 5, generator=GENERATOR), torch.randn(4, 5, generat
 PACKED, APART = [WEIGHTS], list(WEIGHTS)
 
 
-def wgrad(dtype: torch.dtype) -> Tensor:
-    found = torch.full((E, N, K), torch.nan, dtype=dtype)
+def wgrad(dtype: torch.dtype, of_result: torch.dtype | None = None) -> Tensor:
+    found = torch.full((E, N, K), torch.nan, dtype=of_result or dtype)
     kernels.grouped_wgrad_accumulate(DY.to(dtype), X.to(dtype), found, OFFSETS, overwrite=True)
     return found
 
@@ -53,6 +53,11 @@ CASES: list[tuple[Any, tuple[Any, ...], Callable[[], Tensor]]] = [
     ),
     (operators.grouped_wgrad_op, (DY, X, OFFSETS, torch.float32), lambda: wgrad(torch.float32)),
     (operators.grouped_wgrad_op, (DY.bfloat16(), X.bfloat16(), OFFSETS, torch.bfloat16), lambda: wgrad(torch.bfloat16)),
+    (
+        operators.grouped_wgrad_op,
+        (DY.bfloat16(), X.bfloat16(), OFFSETS, torch.float32),
+        lambda: wgrad(torch.bfloat16, torch.float32),
+    ),
     (
         operators.grouped_bias_grad_op,
         (DY, OFFSETS, SCALE, torch.float64),

@@ -73,6 +73,7 @@ def test_random_bits_are_even_and_tell_elements_steps_and_keys_apart() -> None:
     base = random_bits(count, 0, 5, 9, CPU)
     others = {
         "key": random_bits(count, 0, 6, 9, CPU),
+        "key above 16 bits": random_bits(count, 0, 5 + (1 << 31), 9, CPU),
         "step": random_bits(count, 0, 5, 10, CPU),
         "element": random_bits(count, 1, 5, 9, CPU),
         "element above 32 bits": random_bits(count, 1 << 32, 5, 9, CPU),

@@ -41,6 +41,7 @@ def test_rows_that_do_not_fit_are_refused() -> None:
         (bits._replace(exp_avg_scale=None), ValueError, "exp_avg_scale of row 0"),
         (bits._replace(exp_avg_scale=bits.exp_avg_scale[:2]), ValueError, "exp_avg_scale of row 0"),
         (bits._replace(first=300), ValueError, "a multiple of 256"),
+        (bits._replace(first=384), ValueError, "a multiple of 256"),
         (row._replace(exp_avg_sq=None), ValueError, "needs exp_avg_sq of row 0"),
         (row._replace(exp_avg_scale=bits.exp_avg_scale), ValueError, "for 8-bit moments, and only for those"),
         (bits._replace(exp_avg_sq_scale=bits.exp_avg_sq_scale.double()), TypeError, "exp_avg_sq_scale of row 0"),
@@ -63,6 +64,8 @@ def test_rows_that_do_not_fit_are_refused() -> None:
         LionUpdate([row._replace(exp_avg=None, exp_avg_sq=None)])
     with pytest.raises(ValueError, match="options for 2 groups, got 1"):
         AdamUpdate([row._replace(group=1)])([OPTIONS])
+    with pytest.raises(ValueError, match="options for 3 groups, got 2"):
+        AdamUpdate([row, row._replace(group=2), row._replace(group=1)])([OPTIONS, OPTIONS])
     for number in (torch.ones(1), torch.ones((), dtype=torch.float64), torch.ones((), device="meta")):
         with pytest.raises(ValueError, match="needs divisor as a 0-dim fp32 tensor"):
             AdamUpdate([row])([OPTIONS], divisor=number)

@@ -268,6 +268,8 @@ def test_what_does_not_fit_is_named() -> None:
         scaled_glu(h[:, 1:], probs)
     with pytest.raises(ValueError, match=r"probs \(4,\) on cpu, got \(3,\)"):
         scaled_glu(h, probs[:3])
+    with pytest.raises(ValueError, match=r"probs \(4,\) on cpu, got \(4, 1\)"):
+        scaled_glu(h, probs[:, None])
     with pytest.raises(TypeError, match=r"floating dtypes, got torch\.float32 and torch\.int64"):
         scaled_glu(h, probs.long())
     for wrong in (h[:, 1:], h[None]):

@@ -15,7 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from transformers.pytorch_utils import Conv1D
 
 from maingrad.ddp import DistributedDataParallel
-from maingrad.te_integration import convert_linears
+from maingrad.te_integration import WgradQueue, convert_linears, delayed_wgrad
 from maingrad.te_integration.dense.hugging_face import FusedConv1D
 
 VOCABULARY = 96
@@ -256,6 +256,21 @@ def test_a_conv1d_under_autocast() -> None:
         # Plain gradients are rounded to bf16 in each microbatch, by at most 2^-8 of themselves.
         bound = sum(half[name].abs() / 2 for half in halves) * 2**-8 * 1.01 + 1e-9
         assert ((done.grads[name] - gradient).abs() <= bound).all(), name
+
+
+def test_a_conv1d_may_be_delayed() -> None:
+    model, plain, queue = conv1d(), conv1d(), WgradQueue()
+    convert_linears(model)
+    wrapped = DistributedDataParallel(model)
+    with delayed_wgrad(queue):
+        loss = conv1d_loss(wrapped, 0)
+    loss.backward()
+    assert queue.pending_owners == [model.describe()] == ["Conv1D(nf=12, nx=8)"]
+    queue.drain()
+    wrapped.finish_grad_sync()
+    conv1d_loss(plain, 0).backward()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.main_grad, theirs.grad)
 
 
 def test_bf16_accumulates_in_fp32() -> None:

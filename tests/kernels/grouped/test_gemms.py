@@ -20,6 +20,7 @@ from maingrad.kernels import (
     grouped_linear,
     grouped_scale_grad,
     grouped_wgrad_accumulate,
+    wgrad_accumulate,
 )
 from maingrad.kernels.grouped.gemm_triton import (
     GEMM_CANDIDATES,
@@ -459,7 +460,14 @@ def test_operands_that_do_not_match_are_named() -> None:
             grouped_bias_grad(dy, offsets, scale=scale)
     with pytest.raises(ValueError, match="got a bias_scale and no bias"):
         grouped_linear(x, weights, offsets, bias_scale=torch.ones(5))
-    for wrong_dy, wrong_x in ((dy[:4], x), (dy, x[:4]), (dy[None], x), (dy, x[None])):
+    for wrong_dy, wrong_x in (
+        (dy[:4], x),
+        (dy, x[:4]),
+        (dy[None], x),
+        (dy, x[None]),
+        (dy[:, None], x),
+        (dy, x[:, :, None]),
+    ):
         with pytest.raises(ValueError, match=r"needs dy \[T, N\] and x \[T, K\]"):
             grouped_wgrad_accumulate(wrong_dy, wrong_x, grads, offsets)
     with pytest.raises(TypeError, match="needs dy and x of one dtype"):
@@ -512,6 +520,29 @@ def test_experts_weights_are_copied_where_a_kernel_could_not_address_them_alike(
     packed = torch.randn(2, 4, 6)
     assert alike(packed) is packed
     assert alike(packed.transpose(1, 2)).stride(-1) == 1
+
+
+def test_under_autocast_sums_stay_in_fp32() -> None:
+    """It would round operands and results to its dtype."""
+    x, dy, weights = (draw(*shape, dtype=torch.float32, device="cpu", seed=1) for shape in ((6, 5), (6, 4), (2, 4, 5)))
+    offsets, scale, bias = torch.tensor([0, 2, 6]), torch.rand(6), torch.randn(2, 4)
+
+    def products() -> list[Tensor]:
+        grads, dense = torch.zeros(2, 4, 5), torch.zeros(4, 5)
+        grouped_wgrad_accumulate(dy, x, grads, offsets)
+        wgrad_accumulate(dy, x, dense)
+        return [
+            grads,
+            dense,
+            grouped_linear(x, weights, offsets, bias=bias, bias_scale=scale),
+            grouped_dgrad(dy, weights, offsets),
+            grouped_bias_grad(dy, offsets, scale=scale),
+            grouped_scale_grad(dy, bias, offsets),
+        ]
+
+    expected = products()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert all(map(torch.equal, products(), expected))
 
 
 def test_accumulators_are_written_together_where_they_lie_alike() -> None:

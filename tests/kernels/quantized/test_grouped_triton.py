@@ -309,20 +309,21 @@ def test_products_in_the_interpreter(name: str) -> None:
     torch.testing.assert_close(found, expected, **NEAR)
 
 
+@pytest.mark.in_turn
 @pytest.mark.usefixtures("in_the_interpreter")
 @pytest.mark.parametrize("name", ["current", "block"])
 def test_weight_gradients_in_the_interpreter(name: str) -> None:
     spec, draws = SPECS[name], torch.Generator().manual_seed(0)
-    offsets = torch.tensor([0, *itertools.accumulate(WITH_ALL_RESTS)])
+    offsets = torch.tensor([0, *itertools.accumulate([*WITH_ALL_RESTS, 128])])  # the last has a whole block alone
     dy, x = (torch.randn(int(offsets[-1]), size, generator=draws).bfloat16() for size in (70, 40))
     with nan_filled_memory():
         (_, left), (_, right) = (quantize_grouped_triton(each, None, spec, offsets) for each in (dy, x))
     assert left is not None and right is not None
     (a, borders), (b, _) = rows_of_experts(left), rows_of_experts(right)
     expected = torch.stack([a[start:end].t() @ b[start:end] for start, end in itertools.pairwise(borders.tolist())])
-    overwrite = [True, False, False, True, True]
+    overwrite = [True, False, False, True, True, False]
     grads = [torch.full((70, 40), NAN if once else 1.0) for once in overwrite]
-    scaled_grouped_wgrad_accumulate(left, right, [*grads[:4], None], overwrite=overwrite)
-    for expert in range(4):
+    scaled_grouped_wgrad_accumulate(left, right, [*grads[:4], None, grads[5]], overwrite=overwrite)
+    for expert in (0, 1, 2, 3, 5):
         torch.testing.assert_close(grads[expert], expected[expert] + (not overwrite[expert]), **NEAR)
     assert grads[4].isnan().all(), "a frozen expert is left alone"

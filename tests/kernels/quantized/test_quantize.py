@@ -9,6 +9,7 @@ from quant_oracle import NAN, SPECS, check_quantized
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from maingrad.kernels.quantized import Element, QuantSpec, ScaleForm, dequantize, quantize, quantize_both, restored
+from maingrad.kernels.quantized.operands import quantize_experts
 from maingrad.kernels.quantized.quantize import record_amax
 
 E2M1, E4M3 = Element.E2M1, Element.E4M3
@@ -89,6 +90,20 @@ def test_stochastic_rounding_is_right_in_the_mean() -> None:
 def test_elements_of_8_bits_are_rounded_to_nearest() -> None:
     with pytest.raises(NotImplementedError, match="stochastic rounding is that of E2M1"):
         quantize(torch.ones(2, 2), QuantSpec(E4M3, None, ScaleForm.FP32, stochastic=True))
+
+
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.sampled(7)
+def test_each_experts_matrix_is_quantised_as_it_would_be_alone(name: str) -> None:
+    draws = torch.Generator().manual_seed(3)
+    matrices = torch.randn(3, 5, 40, generator=draws) * torch.tensor([0.01, 1.0, 100.0])[:, None, None]
+    for given in (matrices, list(matrices)):
+        as_they_are, transposes = quantize_experts(given, SPECS[name], SPECS[name])
+        assert as_they_are is not None and transposes is not None
+        for number, matrix in enumerate(matrices):
+            for each, alone in ((as_they_are, matrix), (transposes, matrix.t())):
+                mine, expected = each.unbind()[number], quantize(alone, SPECS[name])
+                assert torch.equal(dequantize(mine), dequantize(expected)) and mine.shape == expected.shape
 
 
 @pytest.mark.parametrize("tokens", [16, 37])

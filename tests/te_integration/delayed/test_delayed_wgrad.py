@@ -412,6 +412,7 @@ def test_split_parameters_get_their_slices() -> None:
         ({"dtype": torch.float16, "params_dtype": torch.bfloat16}, ValueError, "they are one argument"),
         ({"parameters_split": ("q", "k", "v", "w", "z")}, ValueError, "8 output features do not divide into 5"),
         ({"parameters_split": {"q": 3, "k": 4}}, ValueError, "do not add up to 8"),
+        ({"parameters_split": ("q", "q")}, ValueError, "name each slice differently"),
         ({"parameters_split": ("q", "q_")}, ValueError, "name each slice differently"),
         ({"parameters_split": ("q_", "q__")}, ValueError, "name each slice differently"),
         ({"parameters_split": "qkv"}, ValueError, "must name one or more slices"),

@@ -106,6 +106,15 @@ def test_a_copy_of_a_queue_fills_waits_too_and_holds_nothing(copied: Callable[[W
         assert torch.equal(layer.weight.grad, torch.full((8, 8), 4.0))
 
 
+def test_what_others_call_a_queue_is_left_alone() -> None:
+    """Modules of other libraries may have an attribute of this name."""
+    layer, other = Linear(8, 8, delay_wgrad_compute=True), nn.Identity()
+    other.wgrad_queue = [nn.Identity()]  # type: ignore[assignment]  # of theirs
+    layer(torch.ones(2, 8)).sum().backward()
+    drain_modules(nn.Sequential(other, layer))
+    assert not layer.need_backward_dw() and layer.weight.grad.eq(2).all() and len(other.wgrad_queue) == 1
+
+
 def test_entries_may_be_computed_while_a_program_goes_through_them() -> None:
     layer, queue = Linear(8, 8), WgradQueue()
     for _ in range(3):

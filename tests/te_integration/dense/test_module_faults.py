@@ -291,3 +291,34 @@ def test_19_a_backward_that_is_split_for_inputs_and_weights_is_refused(kind: str
         assert not any(record.num_fused_writes for record in kept.records)
 
     simulate(on_a_rank, 1)
+
+
+def test_a_split_backward_of_a_layer_that_is_not_fused_returns_its_gradients() -> None:
+    """It has no main_grad that would be bypassed, whether or not it delays."""
+    layer = Linear(8, 8, bias=False, delay_wgrad_compute=True)
+    x = torch.ones(4, 8, requires_grad=True)
+    output = layer(x).sum()
+    node: Any = output.grad_fn
+    while node.name() != "_FusedLinearBackward":
+        node = node.next_functions[0][0]
+    node.register_prehook(lambda grads: None)
+    (dx,) = torch.autograd.grad(output, x, retain_graph=True)
+    (dw,) = torch.autograd.grad(output, layer.weight)
+    torch.testing.assert_close(dx, layer.weight.detach().sum(0).expand(4, 8))
+    assert torch.equal(dw, torch.full((8, 8), 4.0))
+    assert not layer.need_backward_dw() and layer.weight.grad is None
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_gradients_that_a_program_asks_for_one_after_the_other_are_no_split_backward(hooked: bool) -> None:
+    """A prehook alone makes none of it: under ``create_graph`` the program means to go on from the gradients."""
+    layer = Linear(8, 8, bias=False, fuse_wgrad_accumulation=True)
+    kept, x = wrap(layer), torch.ones(4, 8, requires_grad=True)
+    output = layer(x).sum()
+    node: Any = output.grad_fn.next_functions[0][0]
+    if hooked:
+        node.register_prehook(lambda grads: None)
+    (dx,) = torch.autograd.grad(output, x, retain_graph=True)
+    (dw,) = torch.autograd.grad(output, layer.weight, create_graph=hooked)
+    torch.testing.assert_close(dx, layer.weight.detach().sum(0).expand(4, 8))
+    assert dw.eq(4.0).all() and not any(record.num_fused_writes for record in kept.records)

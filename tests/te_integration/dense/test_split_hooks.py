@@ -71,3 +71,20 @@ def test_a_copy_of_a_module_that_delays_calls_nobody_back(wrapped: bool) -> None
     layer(torch.ones(1, 4)).sum().backward()
     layer.backward_dw()
     assert calls == ["backward_dw"]
+
+
+@pytest.mark.parametrize("kind", [Linear, LayerNormLinear])
+def test_slices_and_their_biases_lie_in_the_order_of_their_names(kind: Any) -> None:
+    torch.manual_seed(0)
+    whole = kind(4, 6)
+    torch.manual_seed(0)
+    split, x = kind(4, 6, parameters_split={"query_": 1, "key_": 2, "value_": 3}), torch.randn(3, 4)
+    torch.testing.assert_close(split(x), whole(x))
+    assert torch.equal(torch.cat([split.query_bias, split.key_bias, split.value_bias]), whole.bias)
+    returning = kind(4, 6, parameters_split=("query_", "key_"), return_bias=True)
+    assert torch.equal(returning(x)[1], torch.cat([returning.query_bias, returning.key_bias]))
+    for name, param in split.named_parameters():
+        torch.nn.init.constant_(param, {"query_bias": 1.0, "key_bias": 2.0, "value_bias": 3.0}.get(name, 0.0))
+    assert torch.equal(split(x)[0], torch.tensor([1.0, 2.0, 2.0, 3.0, 3.0, 3.0]))
+    split.reset_parameters()
+    assert all(param.any() for name, param in split.named_parameters() if name != "layer_norm_bias")

@@ -2,6 +2,7 @@
 
 import io
 import pickle
+import warnings
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from loops import wrap
 from modules import ALL_FACTORIES, FACTORIES, FEATURES, make
 from torch import Tensor, nn
 
-from maingrad.te_integration import Embedding, LayerNormMLP, Sequential
+from maingrad.te_integration import Embedding, GroupedLinear, LayerNormMLP, Sequential
 from maingrad.te_integration.dense.activations import ACTIVATIONS
 
 WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
@@ -80,7 +81,9 @@ def test_its_checkpoints_load_strictly(kind: str, extra: Any, prefix: str) -> No
         prefix
     ]
     given = theirs(source, prefix, extra)
-    model.load_state_dict(given, strict=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # nothing was left unread
+        model.load_state_dict(given, strict=True)
     assert f"{prefix}_extra_state" in given, "the caller's own stays as it is"
     for name, value in source.state_dict().items():
         assert torch.equal(target.state_dict()[name], value), name
@@ -145,3 +148,34 @@ def test_every_activation_can_be_saved() -> None:
     for activation in ACTIVATIONS:
         module = LayerNormMLP(FEATURES, 4, activation=activation)
         assert torch.equal(pickle.loads(pickle.dumps(module))(batch()), module(batch())), activation
+
+
+NEUTRAL: dict[str, tuple[Any, Any]] = {
+    "sequence_parallel": (False, True),
+    "tp_group": (None, "ranks"),
+    "tp_size": (1, 2),
+    "parallel_mode": (None, "row"),
+    "get_rng_state_tracker": (None, "tracker"),
+    "rng_state_tracker_function": (None, "tracker"),
+    "rng_tracker_name": (None, "experts"),
+    "accumulate_into_main_grad": (False, True),
+    "set_parallel_mode": (False, True),
+    "return_layernorm_output_gathered": (False, True),
+    "seq_length": (None, 16),
+    "micro_batch_size": (None, 4),
+    "symmetric_ar_type": (None, "two_shot"),
+    "keep_fp8_weight_transpose_cache": (False, "sometimes"),
+    "cache_quantized_params": (False, True),
+    "ub_overlap_ag": (False, True),
+    "ub_overlap_rs": (None, True),
+    "ub_name": (None, "fc1"),
+}
+"""Arguments of Transformer Engine: a value without effect, and one with."""
+
+
+@pytest.mark.parametrize("name", NEUTRAL)
+def test_each_argument_has_values_without_effect(name: str) -> None:
+    accepted, refused = NEUTRAL[name]
+    GroupedLinear(1, 2, 2, **{name: accepted})
+    with pytest.raises(ValueError, match=f"GroupedLinear does not support {name}={refused!r}: "):
+        GroupedLinear(1, 2, 2, **{name: refused})

@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +12,14 @@ import torch
 from loops import wrap
 from torch import Tensor, nn
 
-from maingrad.te_integration import GroupedLinear, LayerNormMLP, Sequential, convert_linears
+from maingrad.te_integration import (
+    Float8CurrentScaling,
+    GroupedLinear,
+    LayerNormMLP,
+    Sequential,
+    autocast,
+    convert_linears,
+)
 
 E, K, N = 3, 4, 5
 BOTH = [{}, {"single_grouped_weight": True, "single_grouped_bias": True}]
@@ -194,9 +202,9 @@ def test_every_form_loads_every_other(
 @pytest.mark.parametrize("stored", BOTH, ids=["discrete", "packed"])
 @pytest.mark.parametrize("loaded", BOTH, ids=["discrete", "packed"])
 def test_another_number_of_experts_is_an_error_that_says_so(stored: dict[str, bool], loaded: dict[str, bool]) -> None:
-    for count in (2, 4):
+    for count, strict in ((2, True), (4, True), (2, False)):
         with pytest.raises(RuntimeError, match=f"the state dict has weight of {count} experts, and the module has 3"):
-            make(name="experts", **loaded).load_state_dict(make(count, **stored).state_dict())
+            make(name="experts", **loaded).load_state_dict(make(count, **stored).state_dict(), strict=strict)
 
 
 @pytest.mark.parametrize("name", ["weight1", "bias1"])
@@ -346,6 +354,53 @@ def test_compiled_around_with_memory_of_the_caller(memory: str) -> None:
     expected = module(x.detach(), splits) if memory == "out" else x.grad
     assert torch.equal(buffer, expected)
     torch.compiler.reset()
+
+
+@pytest.mark.parametrize("quantised", [False, True])
+def test_a_graph_does_not_keep_the_callers_memory(quantised: bool) -> None:
+    """The output's tensor is the caller's: with its last reader it may go."""
+    module = GroupedLinear(2, 32, 32, bias=False, dtype=torch.bfloat16)
+    out = torch.empty(5, 32, dtype=torch.bfloat16)
+    kept = weakref.ref(out)
+    with autocast(enabled=quantised, recipe=Float8CurrentScaling()):
+        y = module(torch.ones(5, 32, dtype=torch.bfloat16), [2, 3], out=out)
+    assert y.data_ptr() == out.data_ptr()
+    loss = y.sum()
+    del out, y
+    assert kept() is None
+    loss.backward()
+    assert module.weight0.grad is not None and module.weight0.grad.eq(2).all()
+
+
+def test_memory_of_inference_mode_is_written_in_inference_mode() -> None:
+    """It has no version that would count the write."""
+    module, x = make(), torch.randn(6, K)
+    with torch.inference_mode():
+        out = torch.empty(6, N)
+        y = module(x, [1, 2, 3], out=out)
+    assert y.data_ptr() == out.data_ptr() and torch.equal(y, module(x, [1, 2, 3]))
+
+
+@pytest.mark.parametrize("frozen", ["weight", "bias"])
+def test_a_graph_keeps_what_a_gradient_needs_alone(frozen: str) -> None:
+    """Rows for those of weights, scales for those of biases."""
+    module, kept = make(scale_bias=True, single_grouped_weight=True, single_grouped_bias=True), []
+    module.get_parameter(frozen).requires_grad_(False)
+    x, scales = torch.randn(6, K), torch.rand(6)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        y = module(x, [1, 2, 3], scales)
+    assert {tuple(each.shape) for each in kept} == {(6,) if frozen == "weight" else (6, K)}
+    y.sum().backward()
+    assert (module.weight.grad is None) == (frozen == "weight") and (module.bias.grad is None) == (frozen == "bias")
+
+
+@pytest.mark.parametrize("needs", ["the input", "the weights"])
+def test_derivatives_of_gradients_are_refused(needs: str) -> None:
+    module, x = make(name="experts"), torch.randn(6, K, requires_grad=needs == "the input")
+    module.requires_grad_(needs == "the weights")
+    wanted = x if needs == "the input" else module.weight0
+    with pytest.raises(RuntimeError, match=r"experts: second derivatives \(create_graph=True\)"):
+        torch.autograd.grad(module(x, [1, 2, 3]).sum(), wanted, create_graph=True)
 
 
 def test_without_gradients_nothing_is_kept() -> None:

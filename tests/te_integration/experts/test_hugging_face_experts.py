@@ -35,6 +35,7 @@ from maingrad.te_integration import (
     delayed_wgrad,
     unconvert,
 )
+from maingrad.te_integration.experts.hugging_face_experts import why_not_experts
 
 NAMES = list(EXPERT_MODELS)
 BOUND = 2e-5
@@ -318,6 +319,21 @@ def test_functions_of_another_registry_compute_something_else() -> None:
     assert type(model.model.layers[0].mlp.experts) is cls
 
 
+def test_another_decorator_with_names_like_transformers_is_left_alone() -> None:
+    def decorated(experts_interface: Any) -> Any:
+        def forward(self: Any, hidden_states: Tensor, *routing: Tensor) -> Tensor:
+            chosen: Tensor = experts_interface["grouped_mm"](self, hidden_states, *routing)
+            return chosen
+
+        return forward
+
+    cls = type("OfAProgram", (Elsewhere,), {"forward": decorated(ALL_EXPERTS_FUNCTIONS)})
+    cls.has_gate = True
+    model = with_experts_of(cls, "grouped_mm")
+    assert "model.layers.0.mlp.experts" not in convert_linears(model).converted
+    assert type(model.model.layers[0].mlp.experts) is cls
+
+
 def test_a_gate_of_the_classs_own_is_called() -> None:
     """With SiLU, as most have, and one more in the second half."""
 
@@ -398,6 +414,12 @@ def test_experts_with_another_activation_or_gate_of_their_own() -> None:
     replaced.model.layers[0].mlp.experts._apply_gate = lambda gate_up: gate_up.chunk(2, dim=-1)[0]
     reason = convert_linears(replaced).skipped["model.layers.0.mlp.experts"]
     assert "_apply_gate was replaced on this instance" in reason
+    split = tiny("mixtral", layers=1)
+    experts = split.model.layers[0].mlp.experts
+    experts._is_expert_parallel = True
+    assert why_not_experts(experts, may_be_split=True) is None, "for those who bring the tokens"
+    reason = convert_linears(split).skipped["model.layers.0.mlp.experts"]
+    assert "split over ranks by transformers (expert parallelism)" in reason
 
 
 @pytest.mark.parametrize("choice", [{"moe_topk": [1, 3]}, {"top_k_experts": 2}])

@@ -87,6 +87,8 @@ def test_what_does_not_fit_is_refused():
         moe_permute(x, ids[:3], 4)
     with pytest.raises(ValueError, match=r"probs \(4, 1\), expert_ids \(4, 2\)"):
         moe_permute_with_probs(x, torch.rand(4, 1), ids, 4)
+    with pytest.raises(ValueError, match=r"probs \(2, 4\), expert_ids \(4, 2\)"):
+        moe_permute_with_probs(x, torch.rand(2, 4), ids, 4)
     with pytest.raises(ValueError, match=r"torch\.float32, num_experts=4"):
         moe_permute(x, ids.float(), 4)
     with pytest.raises(ValueError, match="num_experts=0"):

@@ -115,6 +115,29 @@ def test_a_hook_on_the_weight_of_any_expert_sees_its_gradient(hooked: str) -> No
         torch.testing.assert_close(inside, eager)
 
 
+@pytest.mark.parametrize("layer", ["fc1", "fc2"])
+def test_each_layer_has_its_own_way_to_deliver(layer: str) -> None:
+    """A hook sees the gradient of its weight by autograd; the other layer's goes into ``main_grad`` at once."""
+    found = []
+    for mode in (traced, contextlib.nullcontext):
+        torch.manual_seed(0)
+        module: Any = GroupedMLP(EXPERTS, 8, 5, fuse_wgrad_accumulation=True, single_grouped_weight=True)
+        model, seen = DistributedDataParallel(module), []
+        module.get_parameter(f"{layer}_weight").register_hook(lambda grad, seen=seen: seen.append(3 * grad) or seen[0])
+        with mode() as broken:
+            y = module(torch.randn(ROWS, 8), torch.tensor([1, 2, 3]))
+        assert not broken
+        y.square().sum().backward()
+        model.finish_grad_sync()
+        writes = {record.name: record.num_fused_writes for record in model.records if "weight" in record.name}
+        assert writes == {"fc1_weight": layer == "fc2", "fc2_weight": layer == "fc1"}
+        torch.testing.assert_close(module.get_parameter(f"{layer}_weight").main_grad, *seen)
+        found.append([param.main_grad for param in module.parameters()])
+    for inside, eager in zip(*found, strict=True):
+        assert eager.any()
+        torch.testing.assert_close(inside, eager)
+
+
 @pytest.mark.parametrize("mode", [contextlib.nullcontext, traced], ids=["eager", "traced"])
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_bias_gradient_is_summed_in_the_dtype_of_the_bias(mode: Any, packed: bool) -> None:
@@ -252,3 +275,11 @@ def test_rows_travel_in_8_bits_where_the_program_asks_for_it_alone() -> None:
     with autocast(recipe=Float8BlockScaling()):
         rows, *_ = TokenDispatcher(4, WORLD_OF_ONE, **CAPACITY).dispatch(x.bfloat16(), ids, probs)
     assert rows[:ROWS].eq(x[0].bfloat16()).all()
+
+
+def test_derivatives_of_gradients_are_refused_where_rows_travel() -> None:
+    sender, x, probs = TokenDispatcher(4, WORLD_OF_ONE), torch.ones(ROWS, 8), torch.rand(ROWS, 1)
+    rows, _, _, sent = sender.dispatch(x.requires_grad_(), torch.arange(ROWS)[:, None] % 4, probs)
+    for output in (rows, sender.combine(rows, sent)):
+        with pytest.raises(RuntimeError, match=r"TokenDispatcher: second derivatives \(create_graph=True\)"):
+            torch.autograd.grad(output.square().sum(), x, create_graph=True, retain_graph=True)

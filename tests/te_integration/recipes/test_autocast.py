@@ -380,3 +380,13 @@ def test_graphed_callables_follow_the_recipe() -> None:
         assert torch.equal(graphed, layer.weight.main_grad)
     with pytest.raises(RuntimeError, match="autocast is not as it was captured"):
         call(x.clone().requires_grad_())
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_bias_in_fp32_is_rounded_as_autocast_rounds_it(frozen: bool) -> None:
+    """1 + 2^-8 becomes 1, to which the product of 2^-9 adds too little for bf16."""
+    layer = Linear(32, 16).requires_grad_(not frozen)
+    nn.init.constant_(layer.weight, 2.0**-14)
+    nn.init.constant_(layer.bias, 1.0 + 2.0**-8)
+    with autocast(recipe=CURRENT), torch.autocast("cpu", torch.bfloat16):
+        assert layer(torch.ones(4, 32)).eq(1.0).all()

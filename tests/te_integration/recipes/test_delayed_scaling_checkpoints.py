@@ -18,6 +18,7 @@ from maingrad.ddp import (
 from maingrad.fsdp import fully_shard
 from maingrad.launch import simulate
 from maingrad.te_integration import DelayedScaling, LayerNormMLP, Linear, autocast
+from maingrad.te_integration.scaling.amax_history import Roll, select
 
 BF16 = torch.bfloat16
 RECIPE = DelayedScaling(amax_history_len=3)
@@ -152,3 +153,147 @@ def test_a_state_of_another_module_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="'fp8_scale' is missing in the model and a buffer of"):
         load_checkpoint(tmp_path / "run", model)
     assert state_of(model) == {}
+
+
+# ---- Buffers of one module. ----
+
+
+def with_history(*rows: float) -> Linear:
+    """A layer with such a history of its input's amaxes: row 0, then the oldest first."""
+    layer = Linear(16, 16, dtype=BF16)
+    layer.register_buffer("fp8_scale", torch.tensor([2.0, 3.0, 4.0]))
+    layer.register_buffer("fp8_amax_history", torch.tensor(rows)[:, None] * torch.tensor([1.0, 10.0, 100.0]))
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("length", "rows"),
+    [(1, [9.0]), (2, [9.0, 3.0]), (3, [9.0, 2.0, 3.0]), (4, [9.0, 1.0, 2.0, 3.0]), (6, [9.0, 0.0, 0.0, 1.0, 2.0, 3.0])],
+)
+def test_a_history_of_another_length_keeps_the_newest_rows(length: int, rows: list[float]) -> None:
+    layer = with_history(9.0, 1.0, 2.0, 3.0)
+    before = layer.fp8_amax_history
+    layer.make_room(length, torch.device("cpu"))
+    assert layer.fp8_amax_history[:, 0].tolist() == rows and layer.fp8_scale.tolist() == [2.0, 3.0, 4.0]
+    assert torch.equal(layer.fp8_amax_history[:, 2], 100 * layer.fp8_amax_history[:, 0])
+    assert (layer.fp8_amax_history is before) is (length == 4)
+    layer.make_room(length, torch.device("meta"))
+    assert layer.fp8_amax_history.is_meta and layer.fp8_scale.is_meta, "where the forward runs"
+
+
+def test_what_a_checkpoint_lacks_begins_anew_in_place() -> None:
+    layer = with_history(9.0, 1.0, 2.0)
+    kept = layer.fp8_scale, layer.fp8_amax_history
+    layer.adopt_stored({})
+    assert kept[0].tolist() == [1.0] * 3 and kept[1].tolist() == [[-1.0] * 3, [0.0] * 3, [0.0] * 3]
+    assert (layer.fp8_scale, layer.fp8_amax_history) == kept
+    stored = {"fp8_scale": torch.full((3,), 5.0), "fp8_amax_history": torch.full((2, 3), 7.0)}
+    for each in (layer, Linear(16, 16, dtype=BF16)):
+        each.adopt_stored(stored)
+        assert torch.equal(each.fp8_scale, stored["fp8_scale"])
+        assert torch.equal(each.fp8_amax_history, stored["fp8_amax_history"])
+        assert each.fp8_scale is not stored["fp8_scale"]
+    untouched = Linear(16, 16, dtype=BF16)
+    untouched.adopt_stored({})
+    assert not dict(untouched.named_buffers())
+
+
+def test_which_stored_shapes_are_a_modules() -> None:
+    layer, mlp = Linear(16, 16), LayerNormMLP(16, 24)
+    for width, fits in ((3, (True, False)), (6, (False, True)), (1, (False, False))):
+        found = {"fp8_scale": (width,), "fp8_amax_history": (4, width)}
+        assert (layer.fits_stored(found), mlp.fits_stored(found)) == fits
+    for scales, history in (
+        ((3,), (0, 3)),
+        ((3,), (3,)),
+        ((3,), (4, 6)),
+        ((6,), (4, 3)),
+        ((3,), (4, 3, 1)),
+        ((), (4, 3)),
+    ):
+        assert not layer.fits_stored({"fp8_scale": scales, "fp8_amax_history": history}), (scales, history)
+    assert not layer.fits_stored({"fp8_scale": (3,)}) and not layer.fits_stored({})
+
+
+@pytest.mark.parametrize("cast", ["half", "bfloat16", "double", "float"])
+def test_casts_of_a_module_leave_its_scales_in_fp32(cast: str) -> None:
+    layer = with_history(9.0, 1.0 + 2.0**-20)
+    getattr(layer, cast)()
+    assert layer.fp8_scale.dtype is layer.fp8_amax_history.dtype is torch.float32
+    assert layer.fp8_amax_history[1, 0] == 1.0 + 2.0**-20
+    layer.to("meta")
+    assert layer.fp8_scale.is_meta and layer.fp8_amax_history.is_meta
+
+
+def rolled(*amaxes: float, length: int = 3) -> tuple[Roll, Tensor, Tensor]:
+    history = torch.zeros(length, 3)
+    history[0] = torch.tensor(amaxes)
+    scales = torch.full((3,), 2.0)
+    return Roll(DelayedScaling(amax_history_len=length), [history], [scales]), history, scales
+
+
+def test_a_roll_takes_what_is_known_and_may_be_taken_back() -> None:
+    """Elements of gradients have more range than those of the others. -1: there was no amax."""
+    for found_inf, undone in (
+        (None, True),
+        (torch.tensor(1.0), True),
+        (torch.tensor(2.0), True),
+        (torch.tensor(0.0), False),
+    ):
+        roll, history, scales = rolled(7.0, -1.0, 14.0)
+        assert history.tolist() == [[-1.0, -1.0, -1.0], [0.0, 0.0, 0.0], [7.0, 0.0, 14.0]]
+        assert scales.tolist() == [448.0 / 7, 2.0, 57344.0 / 14]
+        after = history.clone()
+        roll.undo(found_inf)
+        expected = torch.tensor([[-1.0] * 3, [0.0] * 3, [0.0] * 3]) if undone else after
+        assert torch.equal(history, expected) and (scales[0] == 2.0) == undone
+
+
+@pytest.mark.parametrize("loaded", ["history", "scales"])
+def test_a_roll_is_not_taken_back_from_what_was_loaded_since(loaded: str) -> None:
+    roll, history, scales = rolled(7.0, 3.0, 14.0)
+    (history if loaded == "history" else scales).fill_(5.0)
+    before = history.clone(), scales.clone()
+    roll.undo()
+    assert torch.equal(history, before[0]) and torch.equal(scales, before[1])
+
+
+def test_two_rolls_without_a_step_are_taken_back_together() -> None:
+    earlier, history, scales = rolled(7.0, 7.0, 7.0)
+    history[0] = 14.0
+    later = Roll(DelayedScaling(amax_history_len=3), [history], [scales])
+    later.go_back_to(earlier)
+    other, *_ = rolled(1.0, 1.0, 1.0)
+    later.go_back_to(other)
+    later.undo()
+    assert scales.tolist() == [2.0] * 3 and history.tolist() == [[-1.0] * 3, [0.0] * 3, [0.0] * 3]
+
+
+def test_rows_of_an_iteration() -> None:
+    """One without a graph goes with the others of its forward; alone, with the iteration, if it has trained at all."""
+
+    class Row:
+        def __init__(self, forward: int, *, has_graph: bool, trained: bool = False) -> None:
+            self.forward, self.has_graph, self.trained = forward, has_graph, trained
+
+        def is_in(self, _: Any) -> bool:
+            return self.trained
+
+    def chosen(rows: list[Row], trained: set[int]) -> set[Row]:
+        found: Any = select(iter(rows), trained)  # type: ignore[arg-type]
+        return set(found)
+
+    kept = [Row(1, has_graph=True, trained=True), Row(1, has_graph=False), Row(3, has_graph=False)]
+    others = [Row(2, has_graph=True), Row(2, has_graph=False), Row(1, has_graph=True)]
+    assert chosen([*kept, *others], {5}) == set(kept)
+    assert not chosen([*others, kept[2]], set())
+
+
+def test_a_column_without_an_amax_stays_as_it_is() -> None:
+    """Of the second product's input, which has an older amax; its gradient's limit is that of gradients."""
+    history, scales = torch.zeros(2, 6), torch.full((6,), 2.0)
+    history[0] = torch.tensor([7.0, 7.0, 7.0, -1.0, 14.0, 14.0])
+    history[1, 3] = 5.0
+    Roll(DelayedScaling(amax_history_len=2), [history], [scales])
+    assert scales.tolist() == [64.0, 64.0, 57344 / 7, 2.0, 32.0, 4096.0]
+    assert history[:, 3].tolist() == [-1.0, 5.0] and history[1, 4] == 14.0

@@ -446,6 +446,30 @@ def test_frozen_layers_alone_count_where_the_rest_of_the_model_is_trained() -> N
         assert all(value.ne(1.0).all() if trains else value.eq(1.0).all() for value in scales), (trains, before)
 
 
+class Detached(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.detach()
+
+
+def test_a_forward_of_a_frozen_layer_goes_with_its_iteration() -> None:
+    """The iteration ends without a backward: the next one has other forwards."""
+
+    def run(looks: bool) -> State:
+        torch.manual_seed(0)
+        frozen, head = Linear(16, 16, dtype=BF16).requires_grad_(False), nn.Linear(16, 4, dtype=BF16)
+        model = DistributedDataParallel(nn.Sequential(Detached(), frozen, head))
+        if looks:
+            loss_of(model, 9, 100.0)
+            model.finish_grad_sync()
+            model.zero_grad()
+        loss_of(model, 1).backward()
+        model.finish_grad_sync()
+        model.zero_grad()
+        return state_of(model)
+
+    assert_equal(run(True), run(False))
+
+
 def graphed(how: str, overflows: bool, captured: bool) -> State:
     model, optimizer = build(how, True)
     scaler: Any = (torch.amp.GradScaler if how == "zero3" else GradScaler)("cpu", init_scale=8.0, growth_interval=1000)

@@ -86,7 +86,7 @@ def test_ranks_whose_kernels_pad_and_ranks_whose_do_not(monkeypatch: pytest.Monk
         q, _ = quantize_both(rows, *arguments)
         assert q is not None
         if len(rows) > 1:
-            data = F.pad(q.data.view(torch.uint8), (0, 512 - DIM)).view(q.data.dtype)
+            data = F.pad(q.data.view(torch.uint8), (0, 516 - DIM)).view(q.data.dtype)
             q = q._replace(data=data, scale=F.pad(q.scale, (0, 4 - q.scale.shape[1]), value=float("nan")))
         return q, None
 
