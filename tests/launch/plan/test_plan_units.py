@@ -411,7 +411,7 @@ def test_what_is_printed(tmp_path: Path):
     ]
     headings = {str(column.header) for column in collectives.columns}
     assert {"reduce-scatter\nover 2 instances", "all-gather\nover 2 instances"} <= headings
-    assert "host" not in text
+    assert "host" not in text and "stage" not in text
     assert "for each bucket" not in text
     held = {"bucket_size": 4000, "reduce_every_microbatch": False}
     titles = [str(table.title) for table in plan_tables(plan_run(tiny_config(tmp_path, parallel="fsdp", fsdp=held), 2))]

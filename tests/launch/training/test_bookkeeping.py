@@ -384,10 +384,13 @@ def test_the_first_rank_says_and_deletes_once_a_save_has_succeeded(
     wrapped: Any = None  # nothing of the model is needed
     pending: Any = SimpleNamespace(done=lambda: done, failed=lambda: failed, wait=lambda: None)
     saver = RunSaver(config_of(tmp_path), wrapped, is_main=is_main, say=said.append)
+    assert not saver.failed(), "nothing is under way"
     saver._pending, saver._step = pending, 7
+    assert saver.failed() is failed
     for _ in range(2):
         saver.look()
     saver.finish()
+    assert not saver.failed()
     once = 1 if is_main and done and not failed else 0
     assert (deleted, len(said)) == ([7] * once, once)
 

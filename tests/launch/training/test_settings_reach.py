@@ -158,6 +158,31 @@ def test_each_option_of_units_is_given_to_them(tmp_path: Path, monkeypatch: pyte
         assert {name: given[-1][name] for name in changes} == {name: getattr(config.fsdp, name) for name in changes}
 
 
+def test_the_wrapper_is_told_who_holds_the_same_experts_and_the_same_embedding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """And who averages the same losses."""
+    made = wrapping.DistributedDataParallel
+
+    def spied(module: Any, config: Any, **options: Any) -> Any:
+        if dist.get_rank() == 0:
+            given.append({name: group and dist.get_process_group_ranks(group) for name, group in options.items()})
+        return made(module, config, **options)
+
+    given: list[Any] = []
+    monkeypatch.setattr(wrapping, "DistributedDataParallel", spied)
+    tied = {"tie_embeddings": True}
+    for mesh, model, wanted in (
+        ({}, {}, {"process_group": None}),
+        ({"ep": 2}, EXPERTS, {"process_group": None, "expert_process_group": [0, 2]}),
+        ({"pp": 2}, tied, {"process_group": [0, 1], "embedding_group": [0, 2]}),
+        ({"pp": 2, "tp": 2}, {}, {"process_group": [0]}),
+    ):
+        config = tiny_config(tmp_path, mesh=mesh, model=model)
+        simulate(lambda found=config: wrapped(found) and None, 4)
+        assert given.pop() == wanted
+
+
 @pytest.mark.parametrize("parallel", ["zero1", "fsdp"])
 @pytest.mark.parametrize("moments", ["bfloat16", "float32", "uint8"])
 def test_compact_state_has_the_moments_that_were_asked_for(
