@@ -360,6 +360,20 @@ def test_tables_of_every_form(tmp_path: Path):
     assert "parameters are gathered bottom up, in the optimizer's step" in late
 
 
+def test_a_bucket_is_named_by_its_first_and_its_last_parameter(tmp_path: Path):
+    model = {"num_layers": 1, "delay_wgrad_layers": 1}
+    plan = plan_run(tiny_config(tmp_path, model=model, ddp={"bucket_size": 1}), 2)
+    _, table, *_ = plan_tables(plan)
+    names = [bucket.layout.slots[0].spec.name for bucket in plan.buckets]
+    later = [", delayed" * bucket.layout.delayed for bucket in plan.buckets]
+    assert {*later} == {"", ", delayed"}
+    assert [*table.columns[1].cells] == [name + when for name, when in zip(names, later, strict=True)]
+    plan = plan_run(tiny_config(tmp_path, model={"num_layers": 1}, ddp={"bucket_size": None}), 2)
+    _, table, *_ = plan_tables(plan)
+    (slots,) = [bucket.layout.slots for bucket in plan.buckets]
+    assert [*table.columns[1].cells] == [f"{slots[0].spec.name} .. {slots[-1].spec.name} ({len(slots)})"]
+
+
 def test_headings_say_what_ranks_and_rows_are(tmp_path: Path):
     for parallel, rows, over in (
         ("zero1", "#", ["over 8 ranks"]),
@@ -504,6 +518,7 @@ def test_the_plan_of_a_pipeline_is_that_of_its_fullest_stage(tmp_path: Path, num
     sizes = [sum(layout.numel for layout in layouts) for layouts in held]
     assert sizes.index(max(sizes)) // 2 == plan.stage.index == fullest
     assert [bucket.layout for bucket in plan.buckets] == held[2 * fullest]
+    assert plan.inner_size == 1, "four ranks are two stages of two ranks with parts of matrices"
     whole = build_model(config.model, seed=0, device=torch.device("meta"))
     assert plan.parameters.total == sum(parameter.numel() for parameter in whole.parameters())
     *_, table = plan_tables(plan)

@@ -200,6 +200,12 @@ def test_units_of_four_blocks_fill_the_peaks(tmp_path: Path):
     assert plan.peak_grads == outermost.grad_nbytes + 2 * block.grad_nbytes
 
 
+def test_a_model_of_one_block_takes_no_more_than_all_of_it(tmp_path: Path):
+    plan = plan_run(tiny_config(tmp_path, parallel="fsdp", model={"num_layers": 1}), 2)
+    assert plan.peak_params == sum(unit.param_nbytes for unit in plan.units)
+    assert plan.peak_grads == sum(unit.grad_nbytes for unit in plan.units)
+
+
 @pytest.mark.parametrize(
     ("fsdp", "microbatches", "keeps_params", "keeps_grads"),
     [

@@ -173,6 +173,8 @@ def test_how_much_muon_magnifies_an_error() -> None:
     split = slope(grad, lr=0.5, split={"0.weight": [2, 4]}, adjust_lr_fn="match_rms_adamw")
     same_ratio = slope(grad, lr=0.5, adjust_lr_fn="match_rms_adamw") * (4 / 6) ** 0.5
     assert split == pytest.approx(same_ratio * float(grad.norm()) / 3), "that of two rows, whose norm is 3"
+    uneven = slope(grad, lr=0.5, split={"0.weight": [1, 5]}, adjust_lr_fn="match_rms_adamw")
+    assert uneven == pytest.approx(split * (5 / 4) ** 0.5), "five rows are more than four columns"
 
 
 # ---- Ways. ----
