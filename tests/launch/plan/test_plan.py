@@ -265,6 +265,14 @@ def test_work_of_muon_by_rank(tmp_path: Path):
     numel = sum(module.get_parameter(name).numel() for name in muon.matrices)
     beside = [bucket.layout for bucket in plan.buckets if bucket.layout.keeps_matrices_whole]
     assert shares.padding_share == sum(layout.padding for layout in beside) / numel
+    together = tiny_config(tmp_path, optimizer={"name": "muon"}, ddp={"keep_params_whole": True})
+    mixed = plan_run(together, 2)
+    padding = [
+        each.layout.padding
+        for each in mixed.buckets
+        if {slot.spec.name for slot in each.layout.slots} & {*muon.matrices}
+    ]
+    assert mixed.muon is not None and mixed.muon.padding_share == sum(padding) / numel > 0, "beside vectors too"
     table = " ".join(printed(tmp_path, 2, optimizer={"name": "muon"}).split())
     assert "Muon: the largest rank's iterations take" in table and "padding beside matrices:" in table
     assert "Muon" not in printed(tmp_path, 2)

@@ -166,12 +166,20 @@ def test_a_norm_waits_for_the_reductions(form: str, tmp_path: Path) -> None:
         assert float(made.clipped_norm(wrapped, float("inf"))) == pytest.approx(float(expected), rel=1e-4)
 
 
+@pytest.mark.parametrize("form", ["ddp", "zero1"])
+def test_a_rank_without_a_microbatch_has_a_norm(form: str, tmp_path: Path) -> None:
+    """Other ranks reduce theirs, and it takes part with zeros."""
+    made = build(form, tmp_path, {}, language_model())
+    assert float(made.clipped_norm(made.wrapped_model(), 1.0)) == 0.0
+
+
 def test_operations_are_those_of_the_whole_model(tmp_path: Path) -> None:
     """Six for each token and each weight that is no embedding, though this rank has a part of them."""
     count = language_model().num_parameters(exclude_embeddings=True)
     made = build("fsdp", tmp_path, {}, language_model())
     made.wrapped_model()
     assert made.floating_point_ops({"input_ids": torch.zeros(3, 5, dtype=torch.long)}) == 6 * 15 * count
+    assert made.floating_point_ops({"labels": torch.zeros(3, 5, dtype=torch.long)}) == 0, "as transformers has it"
 
 
 def test_muon_updates_matrices_of_a_sharded_model_too(tmp_path: Path) -> None:
