@@ -424,7 +424,7 @@ def test_coalesced_reductions_have_their_operator():
 
 def test_nothing_is_kept_of_what_was_sent_after_coalesced_operations():
     def run(rank: int) -> bool:
-        with dist.distributed_c10d._coalescing_manager():
+        with dist.distributed_c10d._coalescing_manager(device=torch.device("cpu")):
             dist.all_reduce(torch.ones(1))
         tensor = torch.full((2,), float(rank))
         known = weakref.ref(tensor)

@@ -203,9 +203,9 @@ def test_records_are_json_and_lines(tmp_path: Path):
     first.close()
     assert [record["step"] for record in read_metrics(tmp_path / "of a run whose records are gone.jsonl")] == [4]
     later = MetricsWriter(path)
-    path.write_text(
-        '{"kind": "step", "step": 3}\n{"kind": "note"}\n{"kind": "step", "step": 5}\n{"kind": "final"}\n{"kind": "interrupted", "step": 2}\n'
-    )
+    before = [("step", 3), ("note", None), ("step", 5), ("final", 5), ("interrupted", 2)]
+    lines = [{"kind": kind} | ({} if step is None else {"step": step}) for kind, step in before]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     later.resumed_at = 3
     later.write("step", step=4)
     later.close()
