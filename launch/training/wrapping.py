@@ -155,7 +155,7 @@ class Wrapped:
     def whole_weights(self, *, wanted: bool) -> dict[str, Tensor]:
         """Copies of all parameters and buffers on the CPU, by name; empty unless ``wanted``. Collective."""
         found = {name: param.detach().to("cpu", copy=True) for name, param in self._whole_params() if wanted}
-        return found | {name: value.cpu() for name, value in self._module.named_buffers() if wanted}
+        return found | {n: value.to("cpu", copy=True) for n, value in self._module.named_buffers() if wanted}
 
     def digest(self, *, wanted: bool) -> str | None:
         """SHA-256 of all parameters, to compare runs bit for bit; None unless ``wanted``. Collective."""

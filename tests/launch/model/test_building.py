@@ -53,6 +53,21 @@ def test_layers_are_converted_where_weight_gradients_are_fused(folder: Path, fus
     assert len(linears) == 8 and {isinstance(each, LinearModule) for each in linears} == {fuse}
 
 
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_attention_is_the_one_that_was_asked_for(folder: Path, attention: str):
+    for pretrained in (True, False):
+        assert build(folder, attention=attention, pretrained=pretrained).model.config._attn_implementation == attention
+    settings = ModelConfig(hugging_face=str(folder), attention=attention)
+    placeholder: Any = build_language_model(settings, seed=0, placeholder=True)
+    assert placeholder.model.config._attn_implementation == attention
+
+
+def test_the_head_alone_is_never_quantised(folder: Path):
+    linears: dict[str, Any] = {n: each for n, each in build(folder).named_modules() if isinstance(each, nn.Linear)}
+    assert len(linears) == 8
+    assert [name for name, each in linears.items() if each.ignores_recipes] == ["model.lm_head"]
+
+
 def test_a_loss_that_cannot_be_fused_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch):
     made = hugging_face._build
 

@@ -312,6 +312,11 @@ def test_memory_of_saves_is_taken_once_steps_run_as_they_will(
         train(config_of(tmp_path, train={"save_every": save_every, "cuda_graph": cuda_graph}), display=heard)
     steps = [1, 2, 3, 4, 5, 6]
     assert told == [*steps, *steps[: after - 1], "memory", *steps[after - 1 :]]
+    if cuda_graph is False:
+        told.clear()
+        again = {"save_every": 6, "cuda_graph": False, "steps": 8, "resume": "auto"}
+        train(config_of(tmp_path, train=again), display=heard)
+        assert told[-3:] == ["memory", 7, 8], "counted from the first step of the process"
 
 
 @pytest.mark.parametrize(("background", "on_gpu"), [(True, True), (True, False), (False, True)])

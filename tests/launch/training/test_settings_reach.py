@@ -109,6 +109,17 @@ def test_tokens_travel_as_the_mesh_says(tmp_path: Path, transport: str, monkeypa
     assert made == [(4, 2, transport)] * 2
 
 
+def test_routers_balance_over_the_ranks_whose_losses_are_averaged(tmp_path: Path):
+    assert loaded(tiny_config(tmp_path)).loss_group is None
+
+    def ranks(mesh: dict[str, int]) -> list[int]:
+        return dist.get_process_group_ranks(loaded(tiny_config(tmp_path, mesh=mesh)).loss_group)
+
+    assert simulate(ranks, 4, {}) == simulate(ranks, 4, {"cp": 2}) == [[0, 1, 2, 3]] * 4
+    assert simulate(ranks, 4, {"tp": 2}) == [[0, 2], [1, 3], [0, 2], [1, 3]]
+    assert simulate(ranks, 4, {"pp": 2}) == [[0, 1], [0, 1], [2, 3], [2, 3]]
+
+
 def test_a_model_of_hugging_face_knows_of_padding_where_rows_have_some(tmp_path: Path):
     for documents in ("join", "mask", "pad"):
         config = of_hugging_face(tmp_path, data={"documents": documents, "order": "epochs"})
@@ -273,7 +284,13 @@ def test_whole_weights_have_the_dtype_of_computation_and_buffers(tmp_path: Path)
 
     def found(config: Config) -> Any:
         made = wrapped(config)
-        return made.whole_weights(wanted=True), made.digest(wanted=True), made.whole_weights(wanted=False)
+        weights, digest = made.whole_weights(wanted=True), made.digest(wanted=True)
+        before = {name: each.clone() for name, each in weights.items()}
+        with torch.no_grad():
+            for tensor in (*made.model.parameters(), *made.model.buffers()):
+                tensor.zero_()
+        assert all(torch.equal(each, before[name]) for name, each in weights.items()), "copies"
+        return weights, digest, made.whole_weights(wanted=False)
 
     digests = set()
     for parallel in ("zero1", "fsdp"):
@@ -285,3 +302,24 @@ def test_whole_weights_have_the_dtype_of_computation_and_buffers(tmp_path: Path)
     assert len(digests) == 1
     ((_, other, _),) = simulate(found, 1, tiny_config(tmp_path, model=BF16, train={"seed": 1}))
     assert other not in digests
+
+
+def test_shards_of_all_stages_are_clipped_by_one_norm():
+    """Its dtype is that of gradients."""
+
+    def clipped(limit: float) -> tuple[Any, list[float]]:
+        stage = nn.Linear(2, 1, bias=False)
+        stage.weight.grad = torch.tensor([[3.0, 0.0]]) if dist.get_rank() == 0 else torch.tensor([[0.0, 4.0]])
+        norm = wrapping._clip_shards(stage, limit, dist.group.WORLD)
+        assert norm.dtype is torch.float32
+        return float(norm), stage.weight.grad[0].tolist()
+
+    for limit, factor in ((2.5, 0.5), (10.0, 1.0)):
+        (one, first), (other, second) = simulate(clipped, 2, limit)
+        assert one == other == 5.0
+        assert first == pytest.approx([3.0 * factor, 0.0], rel=1e-5)
+        assert second == pytest.approx([0.0, 4.0 * factor], rel=1e-5)
+    alone = nn.Linear(2, 1, bias=False)
+    alone.weight.grad = torch.tensor([[3.0, 4.0]])
+    assert float(wrapping._clip_shards(alone, 1.0, None)) == 5.0
+    assert alone.weight.grad[0].tolist() == pytest.approx([0.6, 0.8], rel=1e-5)
