@@ -187,7 +187,7 @@ def units_of(
     the parameters, and rotary tables stay in fp32. A router with another dtype than its block is a unit of its own,
     and so are experts of which other ranks hold the rest.
     """
-    keeps_router = settings.num_experts > 0 and settings.router_dtype != settings.param_dtype
+    keeps_router = settings.router_dtype != settings.param_dtype
     policy = MixedPrecisionPolicy(
         param_dtype=settings.dtype("param_dtype"),
         grad_dtype=fsdp.dtype("grad_dtype"),

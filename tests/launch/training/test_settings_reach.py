@@ -245,6 +245,14 @@ def test_a_step_is_captured_as_the_run_says(tmp_path: Path, parallel: str, monke
     assert captured == [("auto", True, True), (parallel, True, True)]
 
 
+def test_matrices_of_muon_are_whole_on_one_rank_under_zero1_alone(tmp_path: Path):
+    """And those that the run names besides."""
+    for parallel, ddp, wanted in (("zero1", {}, 8), ("zero1", {"keep_matrices_whole": ["head*"]}, 9), ("ddp", {}, 0)):
+        config = tiny_config(tmp_path, parallel=parallel, ddp=ddp, optimizer={"name": "muon"})
+        assert len(wrapped(config).model.ddp_config.keep_matrices_whole) == wanted
+    assert wrapped(tiny_config(tmp_path)).model.ddp_config.keep_matrices_whole == ()
+
+
 def test_vectors_are_a_group_of_their_own_where_there_is_decay(tmp_path: Path):
     for changes, decays in (
         ({"decay_vectors": False}, [0.0, 0.1]),
