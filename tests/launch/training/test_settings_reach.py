@@ -169,6 +169,7 @@ def test_each_option_of_units_is_given_to_them(tmp_path: Path, monkeypatch: pyte
         assert {name: given[-1][name] for name in changes} == {name: getattr(config.fsdp, name) for name in changes}
 
 
+@pytest.mark.in_turn
 def test_the_wrapper_is_told_who_holds_the_same_experts_and_the_same_embedding(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -331,3 +332,23 @@ def test_shards_of_all_stages_are_clipped_by_one_norm():
     alone.weight.grad = torch.tensor([[3.0, 4.0]])
     assert float(wrapping._clip_shards(alone, 1.0, None)) == 5.0
     assert alone.weight.grad[0].tolist() == pytest.approx([0.6, 0.8], rel=1e-5)
+
+
+@pytest.mark.parametrize(("parallel", "limit"), [("zero1", 0.5), ("zero1", None), ("fsdp", 0.5), ("fsdp", None)])
+def test_stages_are_clipped_by_the_norm_of_all_of_them(
+    tmp_path: Path, parallel: str, limit: float | None, monkeypatch: pytest.MonkeyPatch
+):
+    """By one call before the step, which the optimizer's own clipping would not see."""
+    given: list[Any] = []
+    for name in ("clip_grad_norm", "_clip_shards"):
+        monkeypatch.setattr(wrapping, name, lambda *args, **how: given.append((*args[1:], *how.values())) or "norm")
+
+    def clip() -> None:
+        made = wrapped(tiny_config(tmp_path, parallel=parallel, mesh={"pp": 2}, optimizer={"max_grad_norm": limit}))
+        monkeypatch.setattr(type(made.optimizer), "step", lambda self: None)
+        made.step()
+        assert given == ([] if limit is None else [(limit, made.pipeline)]) and made.pipeline is not None
+        assert limit is None or made.optimizer.grad_norm == "norm"
+        given.clear()
+
+    simulate(clip, 2)
