@@ -65,7 +65,7 @@ def _open_dataset(path: str, column: str, end: int | None) -> Body:
         )
     if not len(found):
         raise DataError(f"data folder '{path}' is empty; correct data.paths")
-    chunks = [chunk for chunk in found.data.column(column).chunks if len(chunk)]
+    chunks = found.data.column(column).chunks
     lengths = np.concatenate([chunk.value_lengths().to_numpy(zero_copy_only=False) for chunk in chunks], dtype=np.int64)
     values = [chunk.flatten().to_numpy(zero_copy_only=False) for chunk in chunks]
     starts = np.cumsum(lengths) - lengths

@@ -58,7 +58,7 @@ class FileTokens:
 
     def __getitem__(self, place: slice) -> "NDArray[np.unsignedinteger]":
         start, stop, _ = place.indices(self._length)
-        begin, wanted = start * self.dtype.itemsize, max(0, stop - start) * self.dtype.itemsize
+        begin, wanted = start * self.dtype.itemsize, (stop - start) * self.dtype.itemsize
         found = bytearray()
         try:
             while len(found) < wanted:  # a read may return fewer bytes than asked for
@@ -105,7 +105,7 @@ class Tokens:
 
     def __getitem__(self, place: slice) -> "NDArray[np.unsignedinteger]":
         start, stop, _ = place.indices(len(self))
-        start, stop = start + self._start, max(start, stop) + self._start
+        start, stop = start + self._start, stop + self._start
         pieces = [np.empty(0, self.dtype)]
         index = int(np.searchsorted(self._ends, start, side="right"))
         while start < stop:

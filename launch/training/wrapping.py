@@ -155,7 +155,7 @@ class Wrapped:
     def whole_weights(self, *, wanted: bool) -> dict[str, Tensor]:
         """Copies of all parameters and buffers on the CPU, by name; empty unless ``wanted``. Collective."""
         found = {name: param.detach().to("cpu", copy=True) for name, param in self._whole_params() if wanted}
-        return found | {name: value.cpu() for name, value in self._module.named_buffers() if wanted}
+        return found | {n: value.to("cpu", copy=True) for n, value in self._module.named_buffers() if wanted}
 
     def digest(self, *, wanted: bool) -> str | None:
         """SHA-256 of all parameters, to compare runs bit for bit; None unless ``wanted``. Collective."""
@@ -187,7 +187,7 @@ def units_of(
     the parameters, and rotary tables stay in fp32. A router with another dtype than its block is a unit of its own,
     and so are experts of which other ranks hold the rest.
     """
-    keeps_router = settings.num_experts > 0 and settings.router_dtype != settings.param_dtype
+    keeps_router = settings.router_dtype != settings.param_dtype
     policy = MixedPrecisionPolicy(
         param_dtype=settings.dtype("param_dtype"),
         grad_dtype=fsdp.dtype("grad_dtype"),

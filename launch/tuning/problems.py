@@ -56,7 +56,7 @@ def _split_sizes(experts: int, rows: int) -> list[int]:
     """Uneven sizes in multiples of 16; their sum is ``rows``, rounded down to a multiple of 16."""
     generator = torch.Generator().manual_seed(0)
     weights = torch.rand(experts, generator=generator) + 0.2
-    drawn = torch.multinomial(weights, max(rows // _MULTIPLE, 1), replacement=True, generator=generator)
+    drawn = torch.multinomial(weights, rows // _MULTIPLE, replacement=True, generator=generator)
     sizes: list[int] = (torch.bincount(drawn, minlength=experts) * _MULTIPLE).tolist()
     return sizes
 

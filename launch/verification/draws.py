@@ -42,7 +42,7 @@ class DrawnMeans(TorchDispatchMode):
         schema = func._schema.arguments
         defaults = {each.name: each.default_value for each in schema if each.has_default_value()}
         by_position = {each.name: value for each, value in zip(schema, args, strict=False)}
-        mean = torch.as_tensor(mean_of({**defaults, **by_position, **(kwargs or {})}))
+        mean = torch.as_tensor(mean_of({**defaults, **by_position}))
         result = func(*args, **(kwargs or {}))
         # What has no fractions gets the nearest number, and 1 for a half.
         return result.copy_(mean if result.is_floating_point() else (mean + 0.5).floor())

@@ -277,6 +277,7 @@ def test_plan_prints_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
         (["train", "CONFIG", "--data.paths", "nowhere.txt"], 2, "data file 'nowhere.txt' does not exist"),
         (["train", "CONFIG", "--help"], 0, "--ddp.bucket-size"),
         (["train", "nowhere.toml", "--help"], 2, "configuration file 'nowhere.toml' does not exist"),
+        (["verify", "program.py:made", "--help"], 0, "--num-microbatches"),
         (["plan", "CONFIG", "-h"], 0, "Elements after which a bucket is closed"),
         (["--help"], 0, "simulate"),
         (["tune", "--help"], 0, "tuned.csv"),

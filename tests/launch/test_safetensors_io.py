@@ -80,7 +80,8 @@ def test_a_module_reads_an_export_by_safetensors_alone(tmp_path: Path) -> None:
 def test_a_checkpoint_is_not_exported_onto_itself(tmp_path: Path, name: str) -> None:
     save_checkpoint(tmp_path / "c", Everything(), extra=1)
     (tmp_path / "link").symlink_to(tmp_path / "c")
-    for target in (tmp_path / "c" / name, tmp_path / "link" / name):
+    (tmp_path / f"also {name}").symlink_to(tmp_path / "c" / name)
+    for target in (tmp_path / "c" / name, tmp_path / "link" / name, tmp_path / f"also {name}"):
         with pytest.raises(ValueError, match=rf"{name}' is a file of a checkpoint: write to another"):
             export_safetensors(tmp_path / "c", target)
     assert load_checkpoint(tmp_path / "c", Everything()) == 1

@@ -1,5 +1,6 @@
 """Data: every source, its errors, and batches that do not depend on the number of ranks."""
 
+import dataclasses
 import errno
 import hashlib
 import os
@@ -28,7 +29,7 @@ from maingrad.launch.data.bigram import bigram_loss
 from maingrad.launch.data.indexed import read_indexed, write_indexed
 from maingrad.launch.data.order import Blend
 from maingrad.launch.data.replacing import replacing
-from maingrad.launch.data.sequences import Body, Sampler
+from maingrad.launch.data.sequences import IGNORED, Body, Sampler, SequenceSet
 from maingrad.launch.data.sources import open_body
 from maingrad.launch.data.tokenizing import tokenize_files
 from maingrad.launch.data.tokens import Digest, FileTokens, Tokens, digest_of, digest_of_borders
@@ -122,6 +123,52 @@ def test_validation_files_of_their_own_and_max_tokens(tmp_path: Path):
     )
     corpus = load_corpus(config, sequence_length=8)
     assert (corpus.train[:].tolist(), corpus.validation[:].tolist()) == (list(range(60)), list(range(100, 130)))
+    short = load_corpus(dataclasses.replace(config, max_tokens=20), sequence_length=8)
+    assert (len(short.train), len(short.validation)) == (20, 30), "validation data stay whole"
+    weighted = dataclasses.replace(config, paths=config.paths * 2, weights=(1.0, 2.0), order="epochs", max_tokens=None)
+    found = load_corpus(weighted, sequence_length=8)
+    assert [len(body.tokens) for body in found.bodies] == [100, 100]
+    assert [len(body.tokens) for body in found.validation_bodies] == [30]
+
+
+def test_what_is_held_back_is_rounded_to_the_nearest_token(tmp_path: Path):
+    (tmp_path / "a").write_bytes(bytes(range(99)))
+    for fraction, held in ((0.1, 10), (0.2, 20), (0.25, 25), (0.33, 33), (0.104, 10)):
+        config = DataConfig(source="text", paths=(str(tmp_path / "a"),), validation_fraction=fraction)
+        assert len(load_corpus(config, sequence_length=4).validation) == held
+
+
+def test_the_side_of_a_file_does_not_depend_on_where_the_library_lies(library: Path, monkeypatch: pytest.MonkeyPatch):
+    before = sides(validation_fraction=0.5)
+    library.rename(library.with_name("moved"))
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(library.with_name("moved")))
+    assert sides(validation_fraction=0.5) == before
+
+
+def test_a_pair_of_files_of_different_lengths_is_no_pair(tmp_path: Path):
+    """More tokens than the index declares, and an index whose sequences have less than no token."""
+    write_indexed(tmp_path / "set", [[5, 6, 7]], dtype="uint8")
+    (tmp_path / "set.bin").write_bytes(bytes(4))
+    with pytest.raises(DataError, match=r"holds 4 tokens and .* declares 3: they are not of one pair"):
+        read_indexed(tmp_path / "set")
+    sequences = struct.pack("<3i3q2q", 3, -1, 2, 0, 3, 2, 0, 3)
+    (tmp_path / "set.idx").write_bytes(b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 1, 3, 2) + sequences)
+    with pytest.raises(DataError, match="sequences do not follow each other"):
+        read_indexed(tmp_path / "set")
+
+
+def test_the_largest_token_is_that_of_inputs_and_targets():
+    assert Batch(torch.tensor([[9, 2]]), torch.tensor([[2, 3]])).largest == 9
+    assert Batch(torch.tensor([[1, 2]]), torch.tensor([[2, 8]])).largest == 8
+
+
+def test_a_target_that_begins_a_document_does_not_count():
+    """Also the last target, whose token is no input; a token before the sequence begins nothing in it."""
+    body = Body(Tokens([np.arange(12, dtype=np.uint16)]), np.array([0, 4, 8]))
+    row = SequenceSet(body, 4, "mask").row_at(4)
+    assert (row.targets.tolist(), row.positions.tolist()) == ([5, 6, 7, IGNORED], [0, 1, 2, 3])
+    row = SequenceSet(body, 4, "mask").row_at(5)
+    assert (row.targets.tolist(), row.positions.tolist()) == ([6, 7, IGNORED, 9], [0, 1, 2, 0])
 
 
 def test_weighted_paths_are_cut_one_by_one(tmp_path: Path):
@@ -286,7 +333,10 @@ def test_digests_tell_data_apart_and_parts_alike(tmp_path: Path, monkeypatch: py
     assert digest_of_array(tokens[:4000]) != digest_of_array(np.roll(tokens[:4000], 1))
     blocks = [tokens[start : start + 32].tobytes() for start in (np.arange(16) * (4000 - 32) / 15).astype(int)]
     assert digest_of_array(tokens[:4000]).sha256 == hashlib.sha256(b"".join(blocks)).hexdigest()
-    assert digest_of_array(tokens[:512]).sha256 == hashlib.sha256(tokens[:512].tobytes()).hexdigest()
+    for length in (33, 500, 511, 512):
+        whole_of = hashlib.sha256(tokens[:length].tobytes()).hexdigest()
+        assert digest_of_array(tokens[:length]).sha256 == whole_of, "all of what is small"
+    assert digest_of_array(tokens[:520]).sha256 != hashlib.sha256(tokens[:520].tobytes()).hexdigest()
     sampled = digest_of_array(tokens[:4000])
     tokens[3999] += 1
     assert digest_of_array(tokens[:4000]) != sampled, "from the first to the last"
@@ -318,6 +368,13 @@ def test_borders_belong_to_a_digest(tmp_path: Path):
     borders = [(10, None)], [(10, ids)], [(10, ids + 1)], [(11, None)], [(5, None), (5, None)], [(10, ids[:1])]
     assert len({digest_of_borders(each) for each in borders}) == len(borders)
     assert digest_of_borders([(10, ids.astype(">i8"))]) == digest_of_borders([(10, ids)])
+    assert digest_of_borders([(10, None)]) == hashlib.sha256(b"10 unknown ").hexdigest(), "checkpoints hold it"
+    other = digests("join", [100, 100], [200])
+    write_indexed(tmp_path / "1", [np.zeros(200)], dtype="uint8")
+    settings = {"weights": (1.0, 1.0), "paths": (str(tmp_path / "0"), str(tmp_path / "1"))}
+    changed = load_corpus(DataConfig(source="megatron", order="epochs", **settings), sequence_length=8).digests("join")
+    for name in ("training", "validation"):
+        assert changed[name].borders == other[name].borders and changed[name].sha256 != other[name].sha256
     before_borders_were_noted = one["training"]._replace(borders="")
     assert before_borders_were_noted.says_otherwise(one["training"]) is None
 

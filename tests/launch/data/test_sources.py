@@ -99,6 +99,7 @@ def test_an_index_of_another_program_may_have_empty_sequences_and_documents(tmp_
 def test_a_document_longer_than_an_int32_is_several_sequences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     lengths = indexed._sequences_of(2**31), indexed._sequences_of(2**32)
     assert lengths == ([2**31 - 1, 1], [2**31 - 1, 2**31 - 1, 2])
+    assert indexed._sequences_of(2**31 - 1) == [2**31 - 1]
     monkeypatch.setattr(indexed, "_LONGEST", 5)  # 2**31 tokens would take minutes
     write_indexed(tmp_path / "set", DOCUMENTS, dtype="uint16")
     tokens, starts = read_indexed(tmp_path / "set")
@@ -168,6 +169,8 @@ def test_a_file_of_wider_integers_is_refused(tmp_path: Path):
 def test_the_order_of_an_epoch_is_that_of_other_versions():
     """A run goes on from a checkpoint that another version has written: the order is no detail of this one."""
     assert permuted(np.arange(12), 12, "maingrad 0 0 0").tolist() == [0, 3, 1, 8, 5, 7, 4, 6, 11, 10, 9, 2]
+    of_16 = [14, 3, 1, 8, 5, 7, 4, 15, 11, 10, 9, 2, 12, 13, 0, 6]
+    assert permuted(np.arange(16), 16, "maingrad 0 0 0").tolist() == of_16
     assert permuted(np.array([0, 10**6, 10**9]), 10**9 + 7, "key").tolist() == [722160863, 339853264, 235116725]
 
 
@@ -502,7 +505,7 @@ def test_a_dataset_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def load_from_disk(path: str) -> Any:
         if path not in folders:
-            raise FileNotFoundError(f"{path} is not there")
+            raise (ValueError if path == "damaged" else FileNotFoundError)(f"{path} is not there")
         return folders[path]
 
     package: Any = types.ModuleType("datasets")
@@ -522,6 +525,7 @@ def test_a_dataset_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
         ("whole", "text", "'whole' has no column 'text', but ids, other; set data.column"),
         ("empty", "ids", "'empty' is empty"),
         ("none", "ids", r"'none' is no dataset of save_to_disk \(none is not there\)"),
+        ("damaged", "ids", r"'damaged' is no dataset of save_to_disk \(damaged is not there\)"),
     ):
         with pytest.raises(DataError, match=message):
             opened(path, column)

@@ -53,6 +53,21 @@ def test_layers_are_converted_where_weight_gradients_are_fused(folder: Path, fus
     assert len(linears) == 8 and {isinstance(each, LinearModule) for each in linears} == {fuse}
 
 
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_attention_is_the_one_that_was_asked_for(folder: Path, attention: str):
+    for pretrained in (True, False):
+        assert build(folder, attention=attention, pretrained=pretrained).model.config._attn_implementation == attention
+    settings = ModelConfig(hugging_face=str(folder), attention=attention)
+    placeholder: Any = build_language_model(settings, seed=0, placeholder=True)
+    assert placeholder.model.config._attn_implementation == attention
+
+
+def test_the_head_alone_is_never_quantised(folder: Path):
+    linears: dict[str, Any] = {n: each for n, each in build(folder).named_modules() if isinstance(each, nn.Linear)}
+    assert len(linears) == 8
+    assert [name for name, each in linears.items() if each.ignores_recipes] == ["model.lm_head"]
+
+
 def test_a_loss_that_cannot_be_fused_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch):
     made = hugging_face._build
 
@@ -123,6 +138,20 @@ def test_the_placeholder_of_other_ranks_knows_what_stays_in_fp32(tmp_path: Path)
     made = [build_language_model(settings, seed=0, placeholder=each) for each in (True, False)]
     found, expected = ({name: param.dtype for name, param in model.named_parameters()} for model in made)
     assert found == expected and set(expected.values()) == {torch.bfloat16, torch.float32}
+    (tmp_path / "model.safetensors").unlink()
+    drawn = ModelConfig(hugging_face=str(tmp_path), param_dtype="bfloat16", pretrained=False)
+    placeholder = build_language_model(drawn, seed=0, placeholder=True)
+    assert all(param.is_meta for param in placeholder.parameters()), "new weights need no files"
+
+
+def test_the_placeholder_knows_what_stays_in_fp32_under_any_dtype(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "_keep_in_fp32_modules_strict", {"mlp"})
+    settings = ModelConfig(hugging_face=str(folder), param_dtype="bfloat16")
+    made = [build_language_model(settings, seed=0, placeholder=each) for each in (True, False)]
+    found, expected = ({name: param.dtype for name, param in model.named_parameters()} for model in made)
+    assert found == expected and {name for name in expected if expected[name] is torch.float32} == {
+        name for name in expected if ".mlp." in name
+    }
 
 
 # ---- Documents. ----
@@ -150,6 +179,59 @@ def test_a_model_that_does_not_see_where_documents_begin_is_refused():
     check_documents(HuggingFaceModel(Running(restarts=True)), torch.device("cpu"))
     with pytest.raises(ConfigError, match=r'data\.documents = "mask": .* set model\.attention = "sdpa"'):
         check_documents(HuggingFaceModel(Running(restarts=False)), torch.device("cpu"))
+
+
+def test_a_vocabulary_may_be_smaller_than_the_rows_of_the_check(tmp_path: Path):
+    transformers.LlamaConfig(**SIZES | {"vocab_size": 5}).save_pretrained(tmp_path)
+    check_documents(build(tmp_path, pretrained=False), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_check_leaves_the_mode_of_the_model(folder: Path, training: bool):
+    model = build(folder).train(training)
+    check_documents(model, torch.device("cpu"))
+    assert all(module.training is training for module in model.modules())
+
+
+def test_only_rows_that_end_with_padding_have_a_mask():
+    given: list[Any] = []
+
+    class Asked(Running):
+        def forward(self, input_ids: Tensor, **others: Any) -> Any:
+            given.append(others["attention_mask"])
+            return SimpleNamespace(logits=torch.zeros(*input_ids.shape, 8), aux_loss=torch.tensor(2.0))
+
+    tokens, targets = torch.zeros(1, 3, dtype=torch.long), torch.tensor([[1, 2, -100]])
+    for pads in (False, True):
+        model = HuggingFaceModel(Asked(restarts=True), pads=pads)
+        model(tokens, targets)
+        model(tokens)
+    assert given[:2] == [None, None] and given[2].tolist() == [[1, 1, 0]] and given[3] is None
+
+
+@pytest.mark.parametrize(
+    ("own", "text", "weight"),
+    [
+        ({"router_aux_loss_coef": 0.5}, {"router_aux_loss_coef": 0.25}, 0.5),
+        ({"router_aux_loss_coef": 0.0}, {"router_aux_loss_coef": 0.25}, 0.0),
+        ({}, {"router_aux_loss_coef": 0.25}, 0.25),
+        ({}, {"aux_loss_coef": 0.125}, 0.125),
+        ({"aux_loss_coef": 0.5, "router_aux_loss_coef": None}, {}, 0.5),
+        ({}, {}, 0.0),
+    ],
+)
+def test_an_auxiliary_loss_counts_as_the_configuration_says(own: dict[str, Any], text: dict[str, Any], weight: float):
+    """Of the whole model, or else of its part for text; in training alone."""
+
+    class Balanced(Running):
+        def forward(self, input_ids: Tensor, **others: Any) -> Any:
+            return SimpleNamespace(logits=torch.zeros(*input_ids.shape, 8), aux_loss=torch.tensor(2.0))
+
+    made = Balanced(restarts=True)
+    made.config = SimpleNamespace(**own, get_text_config=lambda: SimpleNamespace(**text))
+    model, tokens = HuggingFaceModel(made), torch.zeros(1, 3, dtype=torch.long)
+    loss = model.train()(tokens, tokens) - model.eval()(tokens, tokens)
+    assert float(loss) == pytest.approx(2.0 * weight)
 
 
 def test_dropout_does_not_count_in_the_check(tmp_path: Path):

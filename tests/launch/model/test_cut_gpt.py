@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from maingrad.ddp.plan.model_slice import model_slice_of
 from maingrad.ddp.torch_grads.over_ranks import whole_of_slices
 from maingrad.launch import simulate
+from maingrad.launch.config.mesh import Stage
 from maingrad.launch.config.run import ModelConfig
 from maingrad.launch.model.cut_gpt import cut_gpt
 from maingrad.launch.model.gpt import GPT, build_model
@@ -188,6 +189,23 @@ def test_a_rank_has_its_part_of_the_weights():
         "ffn.down.weight": (32, 24),
     }
     assert model.embedding.weight.shape == model.head.weight.shape == (129, 32)
+    block = model.blocks[0]
+    layers = [block.attention.qkv, block.attention.out, block.ffn.gate_up, block.ffn.down, model.head]
+    assert all((each.out_features, each.in_features) == each.weight.shape for each in layers)
+    assert model.embedding.num_embeddings == 129
+    assert block.attention.split == block.attention.qkv.matrix_rows == [16, 8, 8], "rows of query, key and value"
+    assert (block.attention.num_heads, block.attention.num_kv_heads) == (2, 1)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_cut_embedding_of_two_stages_is_known_as_such(tied: bool):
+    for index in (0, 1):
+        model = GPT(ModelConfig(**SHAPE, tie_embeddings=tied), torch.device("meta"), Stage(index, 2))
+        cut_gpt(model, dist.ProcessGroup(0, 2), runs=False)
+        if model.embedding is not None:
+            assert getattr(model.embedding.weight, "shared_embedding", False) is tied
+        if tied and index == 1:
+            assert model.head.weight is model.embedding.weight
 
 
 def test_cut_weights_delay_their_gradients_as_whole_ones_do():

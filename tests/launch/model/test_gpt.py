@@ -136,6 +136,17 @@ def test_no_position_sees_a_later_one():
     assert not torch.allclose(same[7:], other[7:], atol=1e-3)
 
 
+def test_no_position_of_a_document_sees_a_later_one_or_another_document():
+    model = build_model(config(), seed=0)
+    x, positions = tokens(1, 12), torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6]])
+    plain = model(x, positions=positions)[0]
+    for changed, seen_by in ((2, range(2, 5)), (8, range(8, 12))):
+        other = x.clone()
+        other[0, changed] = (other[0, changed] + 1) % 256
+        moved = (model(other, positions=positions)[0] - plain).abs().amax(-1) > 1e-6
+        assert [place for place in range(12) if moved[place]] == [*seen_by]
+
+
 def test_dropout_acts_in_training_only_and_follows_the_seed():
     model = build_model(config(dropout=0.3), seed=0)
     x = tokens(2, 8)

@@ -96,6 +96,8 @@ def test_a_folder_out_of_a_checkpoint(tmp_path: Path):
     assert {name: tensor.dtype for name, tensor in stored.items()} == {
         name.removeprefix("model."): torch.bfloat16 for name, _ in model.named_parameters()
     }
+    export(tmp_path / "c", tmp_path / "own.safetensors", dtype=torch.float16)
+    assert {tensor.dtype for tensor in load_file(tmp_path / "own.safetensors").values()} == {torch.float16}
     (tmp_path / "file").write_text("mine")
     for there in (target, tmp_path / "file"):
         with pytest.raises(ValueError, match="is there already; name a folder that is empty or new"):
@@ -105,6 +107,17 @@ def test_a_folder_out_of_a_checkpoint(tmp_path: Path):
     with pytest.raises(ValueError, match=r"the model\.hugging_face of .*, has no config\.json \(any more\)"):
         export(tmp_path / "c", tmp_path / "other")
     assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize(
+    "extra", [None, "a text", ["config"], {"config": ["model"]}, {"config": {"model": {}}}], ids=str
+)
+def test_a_checkpoint_of_another_program_makes_no_folder(tmp_path: Path, extra: Any):
+    save_checkpoint(tmp_path / "c", nn.Linear(2, 2), extra=extra)
+    with pytest.raises(ValueError, match=r"c' is not of a run with model\.hugging_face; name a file"):
+        export(tmp_path / "c", tmp_path / "target")
+    export(tmp_path / "c", tmp_path / "target.safetensors")
+    assert set(load_file(tmp_path / "target.safetensors")) == {"weight", "bias"}
 
 
 def run_config(folder: Path, source: Path, parallel: str, out: str, **model: Any) -> Config:

@@ -418,6 +418,33 @@ def test_a_dense_run_records_no_routers(tmp_path: Path):
     assert not any("load_balancing_loss" in record for record in records)
 
 
+def test_routers_balance_the_tokens_of_all_ranks_whose_losses_are_averaged():
+    """Each rank has other tokens, and the numbers of one microbatch of both."""
+
+    def parts(together: bool) -> list[float]:
+        model = build_model(config(num_layers=1, init_std=0.5), seed=0)
+        model.loss_group = dist.group.WORLD if together else None
+        inputs = tokens(2, 8, seed=dist.get_rank())
+        model(inputs, inputs)
+        return [float(model.loss_parts.max_load), float(model.loss_parts.load_balancing)]
+
+    (one, _), (other, _) = simulate(parts, 2, True)
+    assert one == other
+    loads = [found[0] for found in simulate(parts, 2, False)]
+    assert loads[0] != loads[1], "each rank's own are others"
+
+
+def test_shared_out_experts_have_one_queue_where_they_delay():
+    for delayed in (0, 2):
+        model = GPT(config(delay_wgrad_layers=delayed), torch.device("meta"))
+        model.share_experts(2)
+        experts = [block.ffn.experts for block in model.blocks]
+        assert [each.num_gemms for each in experts] == [experts[0].num_gemms] * 2
+        queues = {id(each.wgrad_queue) for each in experts if each.wgrad_queue is not None}
+        assert len(queues) == (1 if delayed else 0)
+        assert all(block.ffn.has_part for block in model.blocks)
+
+
 def test_delayed_weight_gradients_of_experts_are_computed_while_rows_travel():
     """Experts over ranks leave one of all theirs behind the last exchange: its half of the first block's two."""
 

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from maingrad.launch import simulate
 from maingrad.launch.config.run import Config, ConfigError
+from maingrad.launch.model import recompute as module_of_recompute
 from maingrad.launch.model.gpt import build_model
 from maingrad.launch.model.recompute import recompute_blocks
 from maingrad.launch.training.metrics import read_metrics
@@ -193,3 +194,21 @@ def test_what_does_not_go_together_is_refused(
 ):
     with pytest.raises(ConfigError, match=message):
         tiny_config(tmp_path, train=train, model=model)
+
+
+@pytest.mark.parametrize(
+    ("model", "cuda_graph", "kept"),
+    [({}, False, True), ({}, "auto", False), ({"dropout": 0.1}, "auto", True), ({"dropout": 0.1}, False, True)],
+)
+def test_states_of_generators_are_put_back_where_that_is_needed_or_costs_nothing(
+    tmp_path: Path, model: dict[str, Any], cuda_graph: Any, kept: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """A captured graph cannot: it is for models that draw nothing."""
+    given: list[Any] = []
+    monkeypatch.setattr(module_of_recompute, "recompute", lambda region, **how: given.append(how))
+    for mode in ("blocks", "attention", "operators"):
+        config = tiny_config(tmp_path, model=model, train={"recompute": mode, "cuda_graph": cuda_graph})
+        recompute_blocks(build_model(config.model, seed=0).blocks, config)
+        assert [how["preserve_rng_state"] for how in given] == [kept] * 2
+        assert all(("context_fn" in how) is (mode == "operators") for how in given)
+        given.clear()

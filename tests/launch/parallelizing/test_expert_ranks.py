@@ -1,5 +1,6 @@
 """The ranks of ``ep``: which of them hold all experts together, and which the same ones."""
 
+import copy
 import re
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from maingrad.ddp.collectives.rank_grid import make_grid
 from maingrad.launch import parallelize, simulate
-from maingrad.launch.parallelizing.experts import mesh_of, same_place
+from maingrad.launch.parallelizing.experts import mesh_of, same_place, share_experts
 
 
 def test_the_ranks_that_hold_the_same_experts() -> None:
@@ -54,3 +55,14 @@ def test_experts_over_other_ranks_than_those_of_the_batches_are_refused() -> Non
             parallelize(tiny("qwen3_moe"), "zero1", mesh=mesh["data"], ep=everyone)
 
     simulate(refused, 4)
+
+
+def test_experts_that_were_shared_out_need_not_divide_again() -> None:
+    """Three of six are here."""
+
+    def again() -> tuple[int, list[int]]:
+        model: Any = copy.deepcopy(parallelize(tiny("qwen3_moe", num_experts=6), "ddp", ep=2))
+        found = share_experts(model, None, None, {}, fuse=True)
+        return len(found), [len(module.gate_up_proj) for module in found]
+
+    assert simulate(again, 2) == [(2, [3, 3])] * 2

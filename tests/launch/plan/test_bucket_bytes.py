@@ -1,13 +1,16 @@
-"""Bytes of one bucket on one rank, worked out by hand: the rows of ``rank_bytes.py``'s table. No model, no ranks."""
+"""Bytes of one bucket on one rank, worked out by hand: the rows of ``rank_bytes.py``'s table. No ranks."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tiny_run import tiny_config
 
 from maingrad.ddp import DistributedDataParallelConfig
 from maingrad.ddp.collectives.reduction import PLACEMENTS, placements_of
 from maingrad.ddp.plan.layout import ParamSpec, plan_gradients
+from maingrad.launch.plan.plan import plan_run
 from maingrad.launch.plan.rank_bytes import PlacedBucket, RankBytes, rank_bytes
 
 ZERO1 = placements_of(DistributedDataParallelConfig(use_distributed_optimizer=True))
@@ -102,3 +105,31 @@ def test_frozen_buckets_send_no_gradients(placements: str, grads: torch.dtype) -
     assert (frozen.grad_nbytes, frozen.kept_grads, frozen.traffic.reduce_inside) == (0, 0, 0)
     assert frozen.traffic.gather == 2048 * 3 // 4
     assert bucket(wire_dtype=BF16, inner_size=1).traffic.scratch == 0
+
+
+@pytest.mark.parametrize(
+    ("parallel", "mesh", "wanted"),
+    [
+        ("ddp", {"ep": 2}, {"dense": (8, 1, 1, 1), "expert": (4, 1, 1, 1)}),
+        ("zero1", {"ep": 2}, {"dense": (8, 1, 8, 1), "expert": (4, 1, 4, 1)}),
+        ("hybrid", {"ep": 2}, {"dense": (4, 2, 4, 1), "expert": (2, 2, 2, 1)}),
+        ("ddp", {"tp": 2}, {"slice": (4, 1, 1, 1), "dense": (8, 1, 1, 1)}),
+        ("zero1", {"tp": 2}, {"slice": (4, 1, 4, 1), "dense": (8, 1, 8, 2)}),
+        ("hybrid", {"tp": 2}, {"slice": (2, 2, 2, 1), "dense": (4, 2, 4, 2)}),
+        ("zero1", {"tp": 2, "sequence_parallel": True}, {"slice": (4, 1, 4, 1), "partial": (8, 1, 8, 1)}),
+        ("zero1", {"cp": 2}, {"dense": (8, 1, 8, 1)}),
+    ],
+)
+def test_over_how_many_ranks_a_bucket_is_reduced_and_sharded(
+    tmp_path: Path, parallel: str, mesh: dict[str, Any], wanted: dict[str, tuple[int, ...]]
+):
+    """Of eight ranks: inside and across instances, the shards, and the ranks that hold copies of one shard."""
+    experts = {"num_experts": 4, "top_k": 2, "expert_ffn_dim": 16} if "ep" in mesh else {}
+    config = tiny_config(tmp_path, parallel=parallel, mesh=mesh, model=experts, train={"global_batch_size": 16})
+    plan = plan_run(config, 8)
+    found = {
+        (each.layout.grid_name, (each.inner_size, each.outer_size, each.layout.shard_degree, each.columns))
+        for each in plan.buckets
+    }
+    assert found == set(wanted.items())
+    assert plan.inner_size == 8 // config.num_instances // mesh.get("tp", 1)

@@ -179,3 +179,21 @@ def test_what_ranks_with_other_experts_send_is_planned(tmp_path: Path, monkeypat
     (planned,) = exchanges_of(config, 4)
     assert (planned.what, planned.ranks) == ("rows to experts and back", 2)
     assert (len(calls), sum(calls) // 2) == (4 * planned.calls, 4 * planned.nbytes)
+
+
+@pytest.mark.parametrize("halves", [False, True])
+def test_stages_are_planned_by_the_one_with_the_most_blocks(tmp_path: Path, halves: bool):
+    """Two of three blocks. What travels between stages is a part of each sequence where ranks have parts."""
+    sizes, train = {"num_layers": 3, "num_kv_heads": 4, "fuse_wgrad_accumulation": False}, {"global_batch_size": 16}
+    mesh = {"pp": 2, "tp": 2, "sequence_parallel": halves}
+    found = {each.what: each for each in exchanges_of(tiny_config(tmp_path, mesh=mesh, model=sizes, train=train), 4)}
+    tokens = 8 * 24
+    sums, stages = found[SUMS], found["activations to the next stage, gradients back"]
+    of_blocks = (4 * 2 + 2) * (2 if halves else 1)
+    assert (sums.ranks, sums.calls) == (2, 2 * (of_blocks + 2))
+    assert sums.nbytes == 2 * (tokens * (2 * (4 * 2 + 2) * 32 * 4 + 2 * 3 * 4)) // 2
+    assert (stages.ranks, stages.calls, stages.nbytes) == (2, 4, 4 * tokens * 32 * 4 // (2 if halves else 1))
+    mesh = {"pp": 2, "cp": 2}
+    found = {each.what: each for each in exchanges_of(tiny_config(tmp_path, mesh=mesh, model=sizes, train=train), 4)}
+    assert found[PARTS].calls == 8 * 2 * 2, "of two blocks and two microbatches"
+    assert found[PARTS].nbytes == 2 * 2 * (2 * (4 + 4) * 2 * tokens // 2 * 8 * 4) // 2

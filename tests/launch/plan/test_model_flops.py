@@ -89,6 +89,17 @@ def test_a_model_that_names_no_heads_is_not_guessed() -> None:
         _of_hugging_face(named)
 
 
+def test_a_model_without_a_head_multiplies_no_embedding() -> None:
+    embedding = torch.nn.Embedding(7, 4)
+    shape = SimpleNamespace(num_attention_heads=2, hidden_size=4)
+    named: Any = SimpleNamespace(blocks=[1, 2, 3], parameters=embedding.parameters, model=SimpleNamespace())
+    named.model.config = SimpleNamespace(get_text_config=lambda: shape)
+    named.model.get_input_embeddings = lambda: embedding
+    for head, looked_up in ((None, 28), (torch.nn.Linear(4, 7), 28), (SimpleNamespace(weight=embedding.weight), 0)):
+        named.model.get_output_embeddings = lambda found=head: found
+        assert _of_hugging_face(named) == (looked_up, 3 * 4)
+
+
 def test_a_folder_that_is_gone_is_named(tmp_path: Path) -> None:
     document = {**tiny_document(tmp_path), "model": {"hugging_face": str(tmp_path / "gone"), "pretrained": False}}
     with pytest.raises(ConfigError, match="gone"):
@@ -111,6 +122,9 @@ def test_a_folder_that_is_gone_is_named(tmp_path: Path) -> None:
         ("NVIDIA L40S", 362.0),
         ("NVIDIA A10", 125.0),
         ("NVIDIA A10G", None),
+        ("NVIDIA H1000", None),
+        ("NVIDIA H200X", None),
+        ("NVIDIA XH800", None),
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
         ("", None),
     ],

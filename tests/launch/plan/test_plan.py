@@ -265,6 +265,14 @@ def test_work_of_muon_by_rank(tmp_path: Path):
     numel = sum(module.get_parameter(name).numel() for name in muon.matrices)
     beside = [bucket.layout for bucket in plan.buckets if bucket.layout.keeps_matrices_whole]
     assert shares.padding_share == sum(layout.padding for layout in beside) / numel
+    together = tiny_config(tmp_path, optimizer={"name": "muon"}, ddp={"keep_params_whole": True})
+    mixed = plan_run(together, 2)
+    padding = [
+        each.layout.padding
+        for each in mixed.buckets
+        if {slot.spec.name for slot in each.layout.slots} & {*muon.matrices}
+    ]
+    assert mixed.muon is not None and mixed.muon.padding_share == sum(padding) / numel > 0, "beside vectors too"
     table = " ".join(printed(tmp_path, 2, optimizer={"name": "muon"}).split())
     assert "Muon: the largest rank's iterations take" in table and "padding beside matrices:" in table
     assert "Muon" not in printed(tmp_path, 2)
@@ -358,6 +366,20 @@ def test_tables_of_every_form(tmp_path: Path):
     late, headings = tables(tmp_path, 8, ddp={"overlap_param_gather": False})
     assert {"reduce-scatter\nover 8 ranks", "all-gather\nover 8 ranks"} <= headings
     assert "parameters are gathered bottom up, in the optimizer's step" in late
+
+
+def test_a_bucket_is_named_by_its_first_and_its_last_parameter(tmp_path: Path):
+    model = {"num_layers": 1, "delay_wgrad_layers": 1}
+    plan = plan_run(tiny_config(tmp_path, model=model, ddp={"bucket_size": 1}), 2)
+    _, table, *_ = plan_tables(plan)
+    names = [bucket.layout.slots[0].spec.name for bucket in plan.buckets]
+    later = [", delayed" * bucket.layout.delayed for bucket in plan.buckets]
+    assert {*later} == {"", ", delayed"}
+    assert [*table.columns[1].cells] == [name + when for name, when in zip(names, later, strict=True)]
+    plan = plan_run(tiny_config(tmp_path, model={"num_layers": 1}, ddp={"bucket_size": None}), 2)
+    _, table, *_ = plan_tables(plan)
+    (slots,) = [bucket.layout.slots for bucket in plan.buckets]
+    assert [*table.columns[1].cells] == [f"{slots[0].spec.name} .. {slots[-1].spec.name} ({len(slots)})"]
 
 
 def test_headings_say_what_ranks_and_rows_are(tmp_path: Path):
@@ -504,6 +526,7 @@ def test_the_plan_of_a_pipeline_is_that_of_its_fullest_stage(tmp_path: Path, num
     sizes = [sum(layout.numel for layout in layouts) for layouts in held]
     assert sizes.index(max(sizes)) // 2 == plan.stage.index == fullest
     assert [bucket.layout for bucket in plan.buckets] == held[2 * fullest]
+    assert plan.inner_size == 1, "four ranks are two stages of two ranks with parts of matrices"
     whole = build_model(config.model, seed=0, device=torch.device("meta"))
     assert plan.parameters.total == sum(parameter.numel() for parameter in whole.parameters())
     *_, table = plan_tables(plan)

@@ -200,6 +200,12 @@ def test_units_of_four_blocks_fill_the_peaks(tmp_path: Path):
     assert plan.peak_grads == outermost.grad_nbytes + 2 * block.grad_nbytes
 
 
+def test_a_model_of_one_block_takes_no_more_than_all_of_it(tmp_path: Path):
+    plan = plan_run(tiny_config(tmp_path, parallel="fsdp", model={"num_layers": 1}), 2)
+    assert plan.peak_params == sum(unit.param_nbytes for unit in plan.units)
+    assert plan.peak_grads == sum(unit.grad_nbytes for unit in plan.units)
+
+
 @pytest.mark.parametrize(
     ("fsdp", "microbatches", "keeps_params", "keeps_grads"),
     [
@@ -411,7 +417,7 @@ def test_what_is_printed(tmp_path: Path):
     ]
     headings = {str(column.header) for column in collectives.columns}
     assert {"reduce-scatter\nover 2 instances", "all-gather\nover 2 instances"} <= headings
-    assert "host" not in text
+    assert "host" not in text and "stage" not in text
     assert "for each bucket" not in text
     held = {"bucket_size": 4000, "reduce_every_microbatch": False}
     titles = [str(table.title) for table in plan_tables(plan_run(tiny_config(tmp_path, parallel="fsdp", fsdp=held), 2))]

@@ -1,6 +1,8 @@
 """Every collective of simulated ranks against its result, computed directly."""
 
+import gc
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -391,6 +393,81 @@ def test_one_handle_of_coalesced_operations_is_done_when_all_of_them_are():
     for seed in range(6):
         for asks in (False, True):
             assert simulate(run, 2, asks, seed=seed) == [[10.0, 11.0]] * 2
+
+
+def test_a_future_of_one_handle_comes_when_all_of_its_operations_have_run():
+    def run() -> list[float]:
+        first, second = (torch.full((1,), 10.0 * dist.get_rank() + k) for k in range(2))
+        with dist.distributed_c10d._coalescing_manager(device=torch.device("cpu"), async_ops=True) as manager:
+            for tensor in (first, second):
+                dist.broadcast(tensor, 1, async_op=True)
+        (work,) = manager.works
+        found: list[float] = []
+        work.get_future().then(lambda _: found.extend([float(first), float(second)])).wait()
+        return found
+
+    for seed in range(8):
+        assert simulate(run, 2, seed=seed) == [[10.0, 11.0]] * 2
+
+
+def test_coalesced_reductions_have_their_operator():
+    def run(rank: int) -> list[float]:
+        wholes = [torch.arange(2.0) + 10 * rank + size for size in (1, 2)]
+        parts = [torch.empty(1) for _ in wholes]
+        with dist.distributed_c10d._coalescing_manager(device=torch.device("cpu")):
+            for part, whole in zip(parts, wholes, strict=True):
+                getattr(dist, REDUCE_SCATTER[0])(part, whole, op=dist.ReduceOp.MAX)
+        return [float(part) for part in parts]
+
+    assert on_ranks(2, run) == [[11.0, 12.0], [12.0, 13.0]]
+
+
+def test_nothing_is_kept_of_what_was_sent_after_coalesced_operations():
+    def run(rank: int) -> bool:
+        with dist.distributed_c10d._coalescing_manager(device=torch.device("cpu")):
+            dist.all_reduce(torch.ones(1))
+        tensor = torch.full((2,), float(rank))
+        known = weakref.ref(tensor)
+        (dist.send if rank == 0 else dist.recv)(tensor, 1 - rank)
+        del tensor
+        gc.collect()
+        return known() is None
+
+    assert on_ranks(2, run) == [True, True]
+
+
+def test_a_message_goes_to_its_receiver_though_another_waits_for_the_same_sender():
+    def run(rank: int) -> float:
+        received = torch.zeros(1)
+        if rank == 0:
+            works = [dist.isend(torch.full((1,), float(peer)), peer) for peer in (2, 1)]
+            for work in works:
+                work.wait()
+        else:
+            dist.recv(received, 0)
+        return float(received)
+
+    assert on_ranks(3, run) == [0.0, 1.0, 2.0]
+
+
+def test_a_message_from_anyone_has_its_tag_and_its_sender():
+    def run(rank: int) -> list[int]:
+        group, found = dist.group.WORLD, []
+        if rank != 2:
+            works = [dist.isend(torch.full((1,), float(10 * rank + tag)), 2, tag=tag) for tag in (3, 4)]
+            for sent in works:
+                sent.wait()
+            return []
+        for tag in (4, 3):
+            for _ in range(2):
+                tensor = torch.zeros(1)
+                work = group.recv_anysource([tensor], tag)
+                work.wait()
+                assert float(tensor) == 10 * work.source_rank() + tag
+                found.append(work.source_rank())
+        return sorted(found)
+
+    assert on_ranks(3, run)[2] == [0, 0, 1, 1]
 
 
 def test_groups_have_descriptions_and_are_found_by_their_ranks():

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -287,3 +288,67 @@ def test_what_other_ranks_raise_while_they_unwind_is_not_the_error() -> None:
     with pytest.raises(SimulatedRankError, match="simulated rank 0 raised ValueError: the cause") as caught:
         simulate(fn, 2, order=max)
     assert caught.value.rank == 0
+
+
+@pytest.mark.parametrize("name", ["all_gather", "all_to_all", "all_to_all_single"])
+def test_dtypes_of_collectives_whose_shapes_may_differ_are_compared(name: str) -> None:
+    def fn() -> None:
+        own = torch.ones(2, dtype=torch.float32 if dist.get_rank() == 0 else torch.float64)
+        if name == "all_gather":
+            dist.all_gather([own.clone(), own.clone()], own)
+        elif name == "all_to_all":
+            dist.all_to_all([own.clone(), own.clone()], [own, own])
+        else:
+            dist.all_to_all_single(own.clone(), own)
+
+    message = f"rank 0 launched {name} float32, but rank 1 launched {name} float64"
+    with pytest.raises(SimulatedRankError, match=message) as caught:
+        simulate(fn, 2, order=min)
+    assert isinstance(caught.value.__cause__, CollectiveMismatchError)
+
+
+def test_the_sender_of_a_message_that_has_not_come_is_not_known() -> None:
+    def fn() -> int:
+        tensor, group = torch.zeros(1), dist.group.WORLD
+        if dist.get_rank() == 1:
+            dist.send(tensor, 0)
+            return 0
+        work = group.recv_anysource([tensor], 0)
+        with pytest.raises(RuntimeError, match="known for a receive that has completed only"):
+            work.source_rank()
+        work.wait()
+        return work.source_rank()
+
+    assert simulate(fn, 2, order=min) == [1, 0]
+    with pytest.raises(SimulatedRankError, match="known for a receive that has completed only"):
+        simulate(lambda: dist.barrier(async_op=True).source_rank(), 1)
+
+
+def test_a_rank_may_ask_a_thousand_times_for_each_rank_there_is() -> None:
+    """Others may not have had their turn."""
+    turns = itertools.count()
+
+    def fn() -> bool:
+        work = dist.barrier(async_op=True)
+        while not work.is_completed():
+            pass
+        return True
+
+    def order(runnable: tuple[int, ...]) -> int:
+        turn = next(turns)
+        return min(runnable) if turn < 2500 else runnable[turn % len(runnable)]
+
+    assert simulate(fn, 3, order=order) == [True] * 3
+
+
+def test_a_rank_that_waits_at_the_end_of_a_block_is_named_by_the_blocks_line() -> None:
+    """And not by a line of ``contextlib``."""
+
+    def fn() -> None:
+        if dist.get_rank() == 0:
+            with dist.distributed_c10d._coalescing_manager():
+                dist.all_reduce(torch.ones(1))
+
+    with pytest.raises(SimulatedDeadlockError) as caught:
+        simulate(fn, 2)
+    assert f"missing ranks: 1 (finished); at {__file__}:" in str(caught.value)

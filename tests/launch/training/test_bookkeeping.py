@@ -312,6 +312,11 @@ def test_memory_of_saves_is_taken_once_steps_run_as_they_will(
         train(config_of(tmp_path, train={"save_every": save_every, "cuda_graph": cuda_graph}), display=heard)
     steps = [1, 2, 3, 4, 5, 6]
     assert told == [*steps, *steps[: after - 1], "memory", *steps[after - 1 :]]
+    if cuda_graph is False:
+        told.clear()
+        again = {"save_every": 6, "cuda_graph": False, "steps": 8, "resume": "auto"}
+        train(config_of(tmp_path, train=again), display=heard)
+        assert told[-3:] == ["memory", 7, 8], "counted from the first step of the process"
 
 
 @pytest.mark.parametrize(("background", "on_gpu"), [(True, True), (True, False), (False, True)])
@@ -384,10 +389,13 @@ def test_the_first_rank_says_and_deletes_once_a_save_has_succeeded(
     wrapped: Any = None  # nothing of the model is needed
     pending: Any = SimpleNamespace(done=lambda: done, failed=lambda: failed, wait=lambda: None)
     saver = RunSaver(config_of(tmp_path), wrapped, is_main=is_main, say=said.append)
+    assert not saver.failed(), "nothing is under way"
     saver._pending, saver._step = pending, 7
+    assert saver.failed() is failed
     for _ in range(2):
         saver.look()
     saver.finish()
+    assert not saver.failed()
     once = 1 if is_main and done and not failed else 0
     assert (deleted, len(said)) == ([7] * once, once)
 

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,10 +18,13 @@ from tiny_run import tiny_config
 from maingrad.ddp import load_checkpoint, save_checkpoint
 from maingrad.ddp.checkpoint.files.folder import MARK_FILE, remove
 from maingrad.launch import simulate
+from maingrad.launch.config.file import config_to_dict
 from maingrad.launch.config.run import Config, ConfigError
+from maingrad.launch.data.tokens import Digest
 from maingrad.launch.model.gpt import build_model
 from maingrad.launch.training import run_state
 from maingrad.launch.training.metrics import read_metrics
+from maingrad.launch.training.pace import Pace
 from maingrad.launch.training.run_state import RunSaver, where_to_resume
 from maingrad.launch.training.train import train
 
@@ -285,3 +289,104 @@ def test_a_checkpoint_that_cannot_be_deleted_is_named_and_the_others_go(
     saver._delete(3)
     assert said == [f"'{stays}' was not deleted: not yours"]
     assert kept(tmp_path) == [1, 3, 4]
+
+
+# ---- What is saved beside the model, and what is asked of it. ----
+
+
+@pytest.mark.parametrize("background", [True, False])
+@pytest.mark.parametrize("validated", [True, False])
+def test_what_is_saved_beside_the_model(
+    background: bool, validated: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    saved: list[Any] = []
+    monkeypatch.setattr(run_state, "save_checkpoint", lambda *parts, **options: saved.append((parts, options)))
+    config = config_of(tmp_path, {"background": background})
+    wrapped: Any = SimpleNamespace(model="model", optimizer="optimizer", pipeline="stages")
+    schedule: Any = SimpleNamespace(state_dict=lambda: {"last_epoch": 7})
+    saver = RunSaver(config, wrapped, is_main=True, say=print)
+    digests = {"training": Digest(5, "a", "b")}
+    for step in (7, 9):
+        saver.save(Pace(10, None, step, 1.5 * step), schedule, digests, validated=validated)
+    for step, (parts, options) in zip((7, 9), saved, strict=True):
+        assert parts == (tmp_path / "run/checkpoints" / f"step-0000000{step}", "model", "optimizer")
+        assert options == {
+            "background": background,
+            "pipeline_group": "stages",
+            "extra": {
+                "step": step,
+                "seconds": 1.5 * step,
+                "validated": validated,
+                "schedule": {"last_epoch": 7},
+                "config": config_to_dict(config),
+                "data": {"training": {"tokens": 5, "sha256": "a", "borders": "b"}},
+            },
+        }
+
+
+def checked(folder: Path, extra: Any, data: Any = (), **train_settings: Any) -> Any:
+    """What a run of this configuration makes of a checkpoint that holds ``extra``."""
+    read = extra if callable(extra) else lambda: extra
+    return run_state._checked(Path("c"), config_of(folder, {}, **train_settings), dict(data), read)
+
+
+def extra_of(folder: Path, **changes: Any) -> dict[str, Any]:
+    config = config_to_dict(config_of(folder, {}))
+    return {"step": 1, "seconds": 2.0, "schedule": {}, "config": config, **changes}
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError("nothing is there"), ValueError("it is damaged")])
+def test_a_checkpoint_that_cannot_be_read_is_a_mistake_of_the_configuration(tmp_path: Path, error: Exception):
+    def read() -> None:
+        raise error
+
+    with pytest.raises(ConfigError, match=f"train.resume = 'c': {error}"):
+        checked(tmp_path, read)
+
+
+@pytest.mark.parametrize("lacks", ["step", "seconds", "schedule", "config"])
+def test_a_checkpoint_of_a_model_alone_is_no_run(tmp_path: Path, lacks: str):
+    extra = extra_of(tmp_path)
+    assert checked(tmp_path, extra) is extra
+    for other in ({key: value for key, value in extra.items() if key != lacks}, [*extra], None):
+        with pytest.raises(ConfigError, match="a checkpoint of a model, but not one of maingrad train"):
+            checked(tmp_path, other)
+
+
+def test_keys_that_a_checkpoint_does_not_know_had_their_defaults(tmp_path: Path):
+    extra = extra_of(tmp_path)
+    del extra["config"]["model"]["rotary_base"]
+    checked(tmp_path, extra)
+    extra["config"]["model"]["rotary_base"] = 123.0
+    with pytest.raises(ConfigError, match=r"model\.rotary_base = 10000\.0: the run in 'c' had 123\.0, and cannot"):
+        checked(tmp_path, extra)
+    for allowed in (False, True):  # of the data alone
+        with pytest.raises(ConfigError, match=r"model\.rotary_base"):
+            checked(tmp_path, extra, resume_with_other_data=allowed)
+    extra = extra_of(tmp_path)
+    extra["config"]["data"]["order"] = "epochs"
+    with pytest.raises(ConfigError, match=r"data\.order = 'random': the run in 'c' had 'epochs'"):
+        checked(tmp_path, extra)
+    checked(tmp_path, extra, resume_with_other_data=True)
+    extra = extra_of(tmp_path)
+    extra["config"]["model"] |= {"fused_loss": True, "delay_wgrad_layers": 1}
+    extra["config"]["train"] |= {"steps": 1000, "log_every": 1000}
+    checked(tmp_path, extra)
+
+
+def test_data_of_before_are_compared_as_far_as_they_were_noted(tmp_path: Path):
+    now = {"training": Digest(5, "a", "b"), "validation": Digest(2, "c", "d")}
+    checked(tmp_path, extra_of(tmp_path), now)
+    noted: dict[str, Any] = {name: each._asdict() for name, each in now.items()}
+    checked(tmp_path, extra_of(tmp_path, data=noted), now)
+    checked(tmp_path, extra_of(tmp_path, data={"training": noted["training"]}), now)
+    checked(tmp_path, extra_of(tmp_path, data={"training": {"tokens": 5, "sha256": "a"}}), now)
+    for changed, said in (
+        ({"tokens": 4}, "the training data had 4 tokens, and now 5: another run would go on"),
+        ({"sha256": "x"}, "the training data had other tokens"),
+        ({"borders": "x"}, "the training data had other borders of documents or paths"),
+    ):
+        extra = extra_of(tmp_path, data=noted | {"training": noted["training"] | changed})
+        with pytest.raises(ConfigError, match=said):
+            checked(tmp_path, extra, now)
+        checked(tmp_path, extra, now, resume_with_other_data=True)

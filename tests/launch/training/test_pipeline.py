@@ -18,9 +18,13 @@ from maingrad.launch.config.run import Config
 from maingrad.launch.model.gpt import Block
 from maingrad.launch.plan.exchanged import exchanges_of
 from maingrad.launch.simulation.group import SimulatedProcessGroup
-from maingrad.launch.training.metrics import read_metrics
+from maingrad.launch.training import pipelined
+from maingrad.launch.training.metrics import MetricsWriter, read_metrics
 from maingrad.launch.training.pipelined import PipelinedTrainer
+from maingrad.launch.training.runtime import current_runtime
+from maingrad.launch.training.signals import StopRequest
 from maingrad.launch.training.train import train
+from maingrad.launch.training.watching.progress import Display
 
 LAYERS = {"num_layers": 3, "num_kv_heads": 4}
 """The first of two stages has two blocks."""
@@ -275,3 +279,46 @@ def test_an_error_that_names_its_stage_or_is_no_ranks_is_the_programs_own(named:
     told = active and not named
     assert raised.value is (reported if told else failed)
     assert said == ([(failed, "tensors of another stage")] if told else [])
+
+
+class Stopped(Exception):
+    """No schedule is made."""
+
+
+@pytest.mark.parametrize(
+    ("mesh", "length"),
+    [
+        ({"pp": 2}, 24),
+        ({"pp": 2, "cp": 2}, 12),
+        ({"pp": 2, "tp": 2}, 24),
+        ({"tp": 2, "sequence_parallel": True} | ZERO_BUBBLE, 12),
+    ],
+)
+def test_shapes_between_stages_are_those_of_a_ranks_part(
+    tmp_path: Path, mesh: dict[str, Any], length: int, monkeypatch: pytest.MonkeyPatch
+):
+    """Of its sequences, and of the model's dtype. Weight gradients wait where the schedule has slots for them."""
+    seen: dict[int, Any] = {}
+
+    def stage(model: Any, index: int, count: int, device: torch.device, **options: Any) -> None:
+        given, result = (options[f"{side}_args"] for side in ("input", "output"))
+        seen[index] = (tuple(given.shape), given.dtype, tuple(result.shape), count, options["delay_wgrad"])
+        assert options["group"] is not None and not options["average_microbatches"]
+        raise Stopped
+
+    monkeypatch.setattr(pipelined, "PipelineStage", stage)
+    config = config_of(tmp_path, "ddp", mesh=mesh, model={"param_dtype": "bfloat16"})
+
+    def build() -> None:
+        runtime, display = current_runtime("cpu", config.mesh), Display(is_main=False)
+        with pytest.raises(Stopped):
+            PipelinedTrainer(config, runtime, MetricsWriter(None), StopRequest(), display)
+
+    simulate(build, 4)
+    rows = 24 // 3 // (4 // config.mesh.ranks_of_sample)
+    hidden, later = (rows, length, 32), mesh.get("pp_schedule") == "InterleavedZeroBubble"
+    tokens = (rows, 24 // mesh.get("cp", 1))
+    assert seen == {
+        0: (tokens, torch.int64, hidden, 2, later),
+        1: (hidden, torch.bfloat16, (), 2, later),
+    }

@@ -17,6 +17,7 @@ from maingrad.launch import simulate
 from maingrad.launch.config.run import MeshConfig
 from maingrad.launch.training.run_state import write_resolved
 from maingrad.launch.training.runtime import (
+    Runtime,
     current_runtime,
     let_kernels_start_beside_host_memory,
     peak_nbytes,
@@ -166,3 +167,43 @@ def test_changes_beside_the_commit_are_noted(tmp_path: Path, monkeypatch: pytest
         write_resolved(tiny_config(tmp_path), 1)
         (line,) = (line for line in written.read_text().splitlines() if "git_commit" in line)
         assert line.endswith(ending) and len(line.split('"')[-2].removesuffix("-dirty")) == 40
+
+
+def test_ranks_of_a_mesh_have_their_groups() -> None:
+    """tp changes fastest, then cp, dp and pp. Losses are averaged over dp and cp."""
+
+    def groups(mesh: MeshConfig) -> list[Any]:
+        found = current_runtime("cpu", mesh)
+        of_context = found.context.group if mesh.cp > 1 else None
+        made = (found.tensor_group, of_context, found.loss_group, found.pipeline_group, found.embedding_group)
+        return [None if each is None else dist.get_process_group_ranks(each) for each in made]
+
+    for rank, found in enumerate(simulate(groups, 8, MeshConfig(tp=2, cp=2, pp=2))):
+        stage, context, part = rank // 4 * 4, rank // 2 % 2 * 2, rank % 2
+        tensor = [stage + context, stage + context + 1]
+        own = [stage + part, stage + 2 + part]
+        ends = [rank % 4, rank % 4 + 4]
+        assert found == [tensor, own, own, ends, ends]
+    for rank, found in enumerate(simulate(groups, 8, MeshConfig(pp=4))):
+        stage, samples = rank // 2, rank % 2
+        ends = [samples, samples + 6] if stage in (0, 3) else None
+        assert found == [None, None, [2 * stage, 2 * stage + 1], [samples, samples + 2, samples + 4, samples + 6], ends]
+    for rank, found in enumerate(simulate(groups, 4, MeshConfig(cp=2))):
+        assert found == [None, [rank // 2 * 2, rank // 2 * 2 + 1], None, None, None], "all ranks have other losses"
+    assert simulate(groups, 2, MeshConfig()) == [[None] * 5] * 2
+
+
+def test_which_stage_and_which_part_of_a_batch_a_rank_of_a_pipeline_has() -> None:
+    ranks = [Runtime(rank, 12, torch.device("cpu"), MeshConfig(pp=3, tp=2)) for rank in range(12)]
+    assert [each.stage.index for each in ranks] == [0] * 4 + [1] * 4 + [2] * 4
+    assert {each.stage.count for each in ranks} == {3} and {each.loss_ranks for each in ranks} == {2}
+    assert [each.loss_rank for each in ranks] == [0, 0, 1, 1] * 3 == [each.data_rank for each in ranks]
+
+
+def test_experts_are_shared_out_among_neighbours() -> None:
+    def together() -> list[int]:
+        mesh = current_runtime("cpu", MeshConfig(ep=2)).expert_mesh
+        return [] if mesh is None else mesh.mesh.tolist()
+
+    assert simulate(together, 4) == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    assert current_runtime("cpu", MeshConfig()).expert_mesh is None

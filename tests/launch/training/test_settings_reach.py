@@ -109,6 +109,17 @@ def test_tokens_travel_as_the_mesh_says(tmp_path: Path, transport: str, monkeypa
     assert made == [(4, 2, transport)] * 2
 
 
+def test_routers_balance_over_the_ranks_whose_losses_are_averaged(tmp_path: Path):
+    assert loaded(tiny_config(tmp_path)).loss_group is None
+
+    def ranks(mesh: dict[str, int]) -> list[int]:
+        return dist.get_process_group_ranks(loaded(tiny_config(tmp_path, mesh=mesh)).loss_group)
+
+    assert simulate(ranks, 4, {}) == simulate(ranks, 4, {"cp": 2}) == [[0, 1, 2, 3]] * 4
+    assert simulate(ranks, 4, {"tp": 2}) == [[0, 2], [1, 3], [0, 2], [1, 3]]
+    assert simulate(ranks, 4, {"pp": 2}) == [[0, 1], [0, 1], [2, 3], [2, 3]]
+
+
 def test_a_model_of_hugging_face_knows_of_padding_where_rows_have_some(tmp_path: Path):
     for documents in ("join", "mask", "pad"):
         config = of_hugging_face(tmp_path, data={"documents": documents, "order": "epochs"})
@@ -156,6 +167,32 @@ def test_each_option_of_units_is_given_to_them(tmp_path: Path, monkeypatch: pyte
         with pytest.raises(Stopped):
             wrapped(config)
         assert {name: given[-1][name] for name in changes} == {name: getattr(config.fsdp, name) for name in changes}
+
+
+@pytest.mark.in_turn
+def test_the_wrapper_is_told_who_holds_the_same_experts_and_the_same_embedding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """And who averages the same losses."""
+    made = wrapping.DistributedDataParallel
+
+    def spied(module: Any, config: Any, **options: Any) -> Any:
+        if dist.get_rank() == 0:
+            given.append({name: group and dist.get_process_group_ranks(group) for name, group in options.items()})
+        return made(module, config, **options)
+
+    given: list[Any] = []
+    monkeypatch.setattr(wrapping, "DistributedDataParallel", spied)
+    tied = {"tie_embeddings": True}
+    for mesh, model, wanted in (
+        ({}, {}, {"process_group": None}),
+        ({"ep": 2}, EXPERTS, {"process_group": None, "expert_process_group": [0, 2]}),
+        ({"pp": 2}, tied, {"process_group": [0, 1], "embedding_group": [0, 2]}),
+        ({"pp": 2, "tp": 2}, {}, {"process_group": [0]}),
+    ):
+        config = tiny_config(tmp_path, mesh=mesh, model=model)
+        simulate(lambda found=config: wrapped(found) and None, 4)
+        assert given.pop() == wanted
 
 
 @pytest.mark.parametrize("parallel", ["zero1", "fsdp"])
@@ -209,6 +246,14 @@ def test_a_step_is_captured_as_the_run_says(tmp_path: Path, parallel: str, monke
     assert captured == [("auto", True, True), (parallel, True, True)]
 
 
+def test_matrices_of_muon_are_whole_on_one_rank_under_zero1_alone(tmp_path: Path):
+    """And those that the run names besides."""
+    for parallel, ddp, wanted in (("zero1", {}, 8), ("zero1", {"keep_matrices_whole": ["head*"]}, 9), ("ddp", {}, 0)):
+        config = tiny_config(tmp_path, parallel=parallel, ddp=ddp, optimizer={"name": "muon"})
+        assert len(wrapped(config).model.ddp_config.keep_matrices_whole) == wanted
+    assert wrapped(tiny_config(tmp_path)).model.ddp_config.keep_matrices_whole == ()
+
+
 def test_vectors_are_a_group_of_their_own_where_there_is_decay(tmp_path: Path):
     for changes, decays in (
         ({"decay_vectors": False}, [0.0, 0.1]),
@@ -248,7 +293,13 @@ def test_whole_weights_have_the_dtype_of_computation_and_buffers(tmp_path: Path)
 
     def found(config: Config) -> Any:
         made = wrapped(config)
-        return made.whole_weights(wanted=True), made.digest(wanted=True), made.whole_weights(wanted=False)
+        weights, digest = made.whole_weights(wanted=True), made.digest(wanted=True)
+        before = {name: each.clone() for name, each in weights.items()}
+        with torch.no_grad():
+            for tensor in (*made.model.parameters(), *made.model.buffers()):
+                tensor.zero_()
+        assert all(torch.equal(each, before[name]) for name, each in weights.items()), "copies"
+        return weights, digest, made.whole_weights(wanted=False)
 
     digests = set()
     for parallel in ("zero1", "fsdp"):
@@ -260,3 +311,44 @@ def test_whole_weights_have_the_dtype_of_computation_and_buffers(tmp_path: Path)
     assert len(digests) == 1
     ((_, other, _),) = simulate(found, 1, tiny_config(tmp_path, model=BF16, train={"seed": 1}))
     assert other not in digests
+
+
+def test_shards_of_all_stages_are_clipped_by_one_norm():
+    """Its dtype is that of gradients."""
+
+    def clipped(limit: float) -> tuple[Any, list[float]]:
+        stage = nn.Linear(2, 1, bias=False)
+        stage.weight.grad = torch.tensor([[3.0, 0.0]]) if dist.get_rank() == 0 else torch.tensor([[0.0, 4.0]])
+        norm = wrapping._clip_shards(stage, limit, dist.group.WORLD)
+        assert norm.dtype is torch.float32
+        return float(norm), stage.weight.grad[0].tolist()
+
+    for limit, factor in ((2.5, 0.5), (10.0, 1.0)):
+        (one, first), (other, second) = simulate(clipped, 2, limit)
+        assert one == other == 5.0
+        assert first == pytest.approx([3.0 * factor, 0.0], rel=1e-5)
+        assert second == pytest.approx([0.0, 4.0 * factor], rel=1e-5)
+    alone = nn.Linear(2, 1, bias=False)
+    alone.weight.grad = torch.tensor([[3.0, 4.0]])
+    assert float(wrapping._clip_shards(alone, 1.0, None)) == 5.0
+    assert alone.weight.grad[0].tolist() == pytest.approx([0.6, 0.8], rel=1e-5)
+
+
+@pytest.mark.parametrize(("parallel", "limit"), [("zero1", 0.5), ("zero1", None), ("fsdp", 0.5), ("fsdp", None)])
+def test_stages_are_clipped_by_the_norm_of_all_of_them(
+    tmp_path: Path, parallel: str, limit: float | None, monkeypatch: pytest.MonkeyPatch
+):
+    """By one call before the step, which the optimizer's own clipping would not see."""
+    given: list[Any] = []
+    for name in ("clip_grad_norm", "_clip_shards"):
+        monkeypatch.setattr(wrapping, name, lambda *args, **how: given.append((*args[1:], *how.values())) or "norm")
+
+    def clip() -> None:
+        made = wrapped(tiny_config(tmp_path, parallel=parallel, mesh={"pp": 2}, optimizer={"max_grad_norm": limit}))
+        monkeypatch.setattr(type(made.optimizer), "step", lambda self: None)
+        made.step()
+        assert given == ([] if limit is None else [(limit, made.pipeline)]) and made.pipeline is not None
+        assert limit is None or made.optimizer.grad_norm == "norm"
+        given.clear()
+
+    simulate(clip, 2)

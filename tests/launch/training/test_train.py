@@ -194,8 +194,18 @@ def test_records_are_json_and_lines(tmp_path: Path):
         path.write_text(f'{{"kind": "step"}}\n{line}\n')
         with pytest.raises(ValueError, match=r"line 2: no record \(it has no kind\)"):
             read_metrics(path)
+    path.write_text('{"kind": "step"}\n' + "[" * 100_000 + "\n")
+    with pytest.raises(ValueError, match=r"line 2: no record"):
+        read_metrics(path)
+    first = MetricsWriter(tmp_path / "of a run whose records are gone.jsonl")
+    first.resumed_at = 3
+    first.write("step", step=4)
+    first.close()
+    assert [record["step"] for record in read_metrics(tmp_path / "of a run whose records are gone.jsonl")] == [4]
     later = MetricsWriter(path)
-    path.write_text('{"kind": "step", "step": 3}\n{"kind": "note"}\n{"kind": "step", "step": 5}\n{"kind": "final"}\n')
+    before = [("step", 3), ("note", None), ("step", 5), ("final", 5), ("interrupted", 2)]
+    lines = [{"kind": kind} | ({} if step is None else {"step": step}) for kind, step in before]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     later.resumed_at = 3
     later.write("step", step=4)
     later.close()

@@ -243,6 +243,8 @@ def test_split_sizes_are_uneven_and_use_all_rows() -> None:
     assert [part.stop - part.start for part in operands.slices] == operands.sizes
     assert operands.problem("an_op") == Problem("an_op", "bfloat16", 8, 1024, 16, 8)
     assert operands_of(1, 512, 16, 8).sizes == [512]
+    many = operands_of(64, 64 * 1024, 16, 8).sizes
+    assert 0.1 * 1024 < min(many) < 0.5 * 1024 and max(many) > 1.5 * 1024, "none is nearly idle"
     few = operands_of(64, 32, 16, 8).sizes
     assert len(few) == 64 and sum(few) == 32, "most experts have no row"
 

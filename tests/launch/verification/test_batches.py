@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from maingrad.launch.verification.batches import count_rows, cut, own_copy, part_of_tokens, to_double
-from maingrad.launch.verification.comparison import Piece, allowed_between
+from maingrad.launch.verification.comparison import Allowed, Piece, allowed_between
 from maingrad.launch.verification.findings import Cause, Finding, Verification, WayResult
 from maingrad.launch.verification.program import Program
 from maingrad.te_integration import convert_linears
@@ -75,6 +75,15 @@ def test_ranks_that_are_wrong_are_named_unless_there_is_one() -> None:
     assert worst.error == pytest.approx(1.0), "relative to what should be"
     (worst, _) = allowed.differences([wrong], wanted)
     assert worst.ranks == () and worst.is_off
+    (worst, _) = allowed.differences([wrong, right], wanted)
+    assert worst.error == pytest.approx(1.0) and worst.ranks == (0,), "the worst of two ranks, whichever comes last"
+    limits = Allowed({"w": 3.0, "v": 3.0}, {"w": 10.0, "v": 0.1})
+    half = [Piece("w", 0, torch.full((4,), 3.0)), Piece("v", 0, torch.full((2,), 101.0))]
+    (one, other) = limits.differences([half, right], wanted)
+    assert [(one.name, one.is_off, one.ranks), (other.name, other.is_off, other.ranks)] == [
+        ("v", False, ()),  # off by 1.4, which is 14 times its unit
+        ("w", True, (0,)),  # off by 4, which is 0.4 of its unit
+    ], "the limit is no multiple of the unit"
     places = Piece("w", 1, torch.tensor([5.0, 7.0]), torch.tensor([1, 3]))
     assert places.of(torch.arange(4.0)).tolist() == [1.0, 3.0]
     assert Piece("w", 1, torch.tensor([5.0, 7.0])).of(torch.arange(4.0).view(2, 2)).tolist() == [1.0, 2.0]

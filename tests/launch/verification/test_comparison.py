@@ -1,8 +1,12 @@
 """How large errors may be, and of which parts a gradient is a sum."""
 
+from typing import Any
+
 import pytest
 import torch
+from torch import nn
 
+from maingrad.launch.verification import experiments
 from maingrad.launch.verification.comparison import Difference, Piece, allowed_between, norm_of, parts_in
 from maingrad.launch.verification.experiments import about, unequal
 from maingrad.launch.verification.findings import Cause
@@ -76,6 +80,36 @@ def test_a_finding_has_the_ranks_of_all_that_is_off() -> None:
     assert (finding.parameters, finding.ranks, finding.error) == (("w", "v"), (0, 1, 2), 0.5)
     one, other = {"a": torch.ones(2), "b": torch.ones(1)}, {"a": torch.zeros(2), "c": torch.ones(1)}
     assert unequal(one, other) == ["a", "b"] and not unequal(one, {**other, **one})
+
+
+def test_hooks_that_see_gradients_are_found_and_taken_off() -> None:
+    """Of parameters and of modules, before and after."""
+    makers: dict[str, Any] = {
+        "0.weight": lambda model: model[0].weight.register_hook(print),
+        "1.bias": lambda model: model[1].bias.register_post_accumulate_grad_hook(print),
+        "0": lambda model: model[0].register_full_backward_hook(print),
+        "": lambda model: model.register_full_backward_pre_hook(print),
+    }
+    for name, make in makers.items():
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        make(model)
+        assert [found for found, hooks in experiments._grad_hooks(model) if hooks] == [name]
+        experiments._remove_grad_hooks(model)
+        assert not any(hooks for _, hooks in experiments._grad_hooks(model))
+
+
+def test_copies_of_parameters_are_tied_and_frozen_as_the_parameters_are() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1].weight = model[0].weight
+    model[0].bias.requires_grad_(False)
+    before = dict(model.named_parameters())
+    experiments._register_copies(model)
+    after = dict(model.named_parameters())
+    assert model[1].weight is model[0].weight and after.keys() == before.keys()
+    for name, param in after.items():
+        assert param is not before[name] and torch.equal(param, before[name])
+        assert param.data_ptr() != before[name].data_ptr()
+        assert param.requires_grad is before[name].requires_grad is (name != "0.bias")
 
 
 def test_a_part_that_no_rank_holds_is_missing() -> None:

@@ -14,7 +14,7 @@ from maingrad.launch.verification.program import set_seed
 X = torch.arange(6.0).view(2, 3)
 
 
-@pytest.mark.sampled(20)
+@pytest.mark.sampled(25)
 @pytest.mark.parametrize(
     ("draw", "mean"),
     [
@@ -35,6 +35,11 @@ X = torch.arange(6.0).view(2, 3)
         (lambda: torch.empty(2).exponential_(4), torch.full((2,), 0.25)),
         (lambda: torch.randint(10, (2,)), torch.full((2,), 5)),
         (lambda: torch.randint(4, 10, (2,)), torch.full((2,), 7)),
+        (lambda: torch.randint(low=4, high=10, size=(2,)), torch.full((2,), 7)),
+        (lambda: torch.empty(2).uniform_(**{"from": 1, "to": 4}), torch.full((2,), 2.5)),
+        (lambda: torch.empty(2).normal_(std=1, mean=3), torch.full((2,), 3.0)),
+        (lambda: torch.empty(2).bernoulli_(p=0.25), torch.full((2,), 0.25)),
+        (lambda: torch.randperm(n=4), torch.arange(4)),
         (lambda: torch.randperm(4), torch.arange(4)),
         (lambda: torch.rand(2, dtype=torch.float64), torch.full((2,), 0.5, dtype=torch.float64)),
         (lambda: torch.zeros(2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)),

@@ -98,6 +98,8 @@ def test_a_gradient_that_is_wrong_on_one_rank() -> None:
     assert finding is not None and finding.evidence.endswith("No rank holds all of it, or it is not finite.")
     _, finding = judged(lambda: [rank(torch.tensor([[2.0, -1.5]]))], grads=[{"weight": MEAN}] * 2)
     assert finding is not None and finding.evidence.endswith("Rank 0's gradient is no sum of the parts' gradients.")
+    _, finding = judged(lambda: [rank(torch.tensor([2.0, 1.0])[None])], grads=[{"weight": MEAN}] * 2)
+    assert finding is not None and finding.evidence.endswith("is no sum of the parts' gradients."), "half of it is none"
     known = Finding(cause=Cause.HOOK, evidence="")
     assert judged(lambda: [rank(2 * MEAN)], cause=known)[1] is known
 
@@ -131,6 +133,8 @@ def test_what_a_way_raises() -> None:
     assert finding is not None and finding.cause is Cause.REFUSED and finding.parameters == ("weight",)
     assert finding.evidence == "Plain PyTorch runs, and this way raises. ValueError: the parameter 'weight' is odd"
     assert result == WayResult(way="a_way")
+    _, finding = judged(raises(ValueError("a weight without a name")))
+    assert finding is not None and finding.parameters == ()
     _, finding = judged(raises(KeyError("of the program")))
     assert finding is not None and finding.cause is Cause.REFUSED and finding.parameters == ()
     own = {"__name__": "maingrad.ddp.somewhere"}
@@ -162,12 +166,15 @@ def test_how_much_muon_magnifies_an_error() -> None:
 
     whole = slope(grad, lr=0.5)
     assert slope(2 * grad, lr=0.5) == pytest.approx(whole / 2) and slope(grad, lr=1.0) == pytest.approx(2 * whole)
+    assert slope(grad) == pytest.approx(slope(grad, lr=1e-3)), "torch's default"
     one = slope(torch.eye(6, 4) / 2, lr=0.5)
     assert whole == pytest.approx(one / float(grad.norm()))
     assert slope(torch.zeros(6, 4), lr=0.5) == pytest.approx(one * 1e30), "finite"
     split = slope(grad, lr=0.5, split={"0.weight": [2, 4]}, adjust_lr_fn="match_rms_adamw")
     same_ratio = slope(grad, lr=0.5, adjust_lr_fn="match_rms_adamw") * (4 / 6) ** 0.5
     assert split == pytest.approx(same_ratio * float(grad.norm()) / 3), "that of two rows, whose norm is 3"
+    uneven = slope(grad, lr=0.5, split={"0.weight": [1, 5]}, adjust_lr_fn="match_rms_adamw")
+    assert uneven == pytest.approx(split * (5 / 4) ** 0.5), "five rows are more than four columns"
 
 
 # ---- Ways. ----
@@ -181,6 +188,8 @@ def test_what_ways_need() -> None:
     assert setting.fits(plain) and not setting.fits(tokens)
     with_cut = setting._replace(context_parallel=lambda model, mesh: None)
     assert with_cut.fits(tokens) and not with_cut.fits(Way("ddp", cut="tensor_parallel"))
+    shared = Way("zero1", ep=2)
+    assert [setting._replace(most_ep=most).fits(shared) for most in (1, 2, 3, 4)] == [False, True, False, True]
     made = nn.Linear(2, 3)
     assert not setting.matrices(made).groups and list(setting._replace(muon={}).matrices(made).matrices) == ["weight"]
 

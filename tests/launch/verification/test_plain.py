@@ -59,6 +59,20 @@ def test_what_a_forward_does_to_a_model_is_seen() -> None:
     assert found.buffers["calls"].item() == 1.0, "as it was after forward"
 
 
+class Dropping(nn.Linear):
+    """Its forward takes a parameter out of the model."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        output = super().forward(x)
+        self.weight = None  # type: ignore[assignment]
+        return output
+
+
+def test_a_parameter_that_a_forward_takes_out_is_seen() -> None:
+    found = run_one(program(linear()), Dropping(2, 1), ROWS)
+    assert found.replaced == found.without == ("weight",) and set(found.grads) == {"bias"}
+
+
 def test_a_backward_of_the_programs_own_is_refused() -> None:
     def step(model: nn.Module, batch: Tensor) -> Tensor:
         loss: Tensor = model(batch).mean()
@@ -141,6 +155,10 @@ def test_each_rank_runs_its_microbatches_in_turn_on_one_copy() -> None:
     found = run_parts(counting, parts)
     assert [float(each.grads["bias"]) for each in found] == [1.0, 2.0, 2.0, 4.0]
     assert [float(each.buffers["calls"]) for each in found] == [1.0, 2.0, 1.0, 2.0]
+    rows = ROWS.clone()
+    changed = program(Counting(), lambda model, batch: model(batch.mul_(2)).mean())
+    run_parts(changed, [Part(0, 0, rows)])
+    assert torch.equal(rows, ROWS), "a program may change its rows"
     alone = run_parts(counting, parts, in_one_process=True)
     assert [float(each.grads["bias"]) for each in alone] == [1.0, 2.0, 1.0, 2.0], "every rank's parts are rank 0's"
     seen: list[float] = []

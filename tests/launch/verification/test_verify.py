@@ -19,7 +19,7 @@ from maingrad.launch import verify
 from maingrad.launch.verification import judge, ways
 from maingrad.launch.verification import verify as module_of_verify
 from maingrad.launch.verification.findings import Cause, Finding, WayResult
-from maingrad.launch.verification.plain import Part
+from maingrad.launch.verification.plain import Part, run_whole
 from maingrad.launch.verification.program import Program
 from maingrad.launch.verification.verify import VerificationError
 from maingrad.launch.verification.ways import WAYS
@@ -317,6 +317,27 @@ def test_the_report() -> None:
     assert "calculate_per_token_loss" in found.findings[0].remedy
     with pytest.raises(VerificationError, match="error: sum"):
         found.raise_if_failed()
+    for result in found.results:  # four parts are averaged, and the whole is their sum
+        assert (result.norm_error, result.grad_error) == pytest.approx((0.75, 0.75))
+
+
+class Neighbours(nn.Module):
+    """Two parameters that lie side by side in one storage, and share none of it."""
+
+    def __init__(self, apart: int) -> None:
+        super().__init__()
+        flat = torch.arange(12.0)
+        self.one, self.two = nn.Parameter(flat[:6]), nn.Parameter(flat[apart : apart + 6])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.one + self.two
+
+
+@pytest.mark.parametrize(("apart", "causes"), [(6, []), (5, ["shared_memory"])])
+def test_parameters_share_memory_from_one_element_on(apart: int, causes: list[str]) -> None:
+    made = Program(Neighbours(apart), None, lambda model, batch: square(model(batch), batch), 0)
+    found = module_of_verify._about_parameters(made, run_whole(made, rows()))
+    assert [str(each.cause) for each in found] == causes
 
 
 class Following(nn.Module):
