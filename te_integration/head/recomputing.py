@@ -75,7 +75,7 @@ class HeadWgrad:
 
     def fits(self, weights: Sequence[Tensor]) -> bool:
         """See ``WgradProduct``."""
-        return len(weights) == 1
+        return True  # a head has one weight
 
     def accumulate(self, main_grads: Sequence[Tensor | None], overwrite: Sequence[bool], work: HeadWork) -> None:
         """See ``WgradProduct``."""

@@ -3,6 +3,7 @@
 import copy
 import gc
 import itertools
+import weakref
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from maingrad.ddp import DistributedDataParallel
 from maingrad.kernels.cross_entropy.chunks import head_losses
 from maingrad.kernels.cross_entropy.reference import LossTerms
 from maingrad.te_integration import (
@@ -488,6 +490,28 @@ def test_logits_of_one_chunk_are_not_computed_again() -> None:
     assert all(map(torch.equal, grads, again))
 
 
+@pytest.mark.parametrize("mode, early", [("recompute", 0), ("in_forward", 1)])
+def test_products_of_gradients_that_nobody_needs_are_left_out(mode: Any, early: int) -> None:
+    """Four chunks, of which backward computes the logits of three again."""
+    for needs_dx, needs_dw in itertools.product((False, True), repeat=2):
+        head = LinearCrossEntropy(K, V, mode=mode, chunk_tokens=4).requires_grad_(needs_dw)
+        ddp = DistributedDataParallel(nn.ModuleList([head, nn.Linear(1, 1)]))
+        hidden, targets = data(dtype=torch.float32)
+        hidden = hidden.detach().requires_grad_(needs_dx)
+        with _Products() as forward:
+            loss = head(hidden, targets)
+        with _Products() as backward:
+            if loss.requires_grad:
+                loss.backward()
+        grads = 4 * (needs_dx + needs_dw)
+        again = 3 if grads and not early else 0
+        assert (forward.count, backward.count) == (4 + early * grads, (1 - early) * grads + again)
+        with torch.no_grad(), _Products() as evaluation:
+            head(hidden, targets)
+        assert evaluation.count == 4
+        ddp.zero_grad()
+
+
 def test_a_second_pass_computes_the_weight_gradient_alone() -> None:
     """As where a captured backward has computed the other gradients before it."""
     hidden, targets = data((15,))
@@ -495,10 +519,14 @@ def test_a_second_pass_computes_the_weight_gradient_alone() -> None:
     F.cross_entropy(F.linear(hidden, weight), targets, reduction="sum").backward()
     head = head_of(hidden.detach(), weight.detach(), None, targets, LossTerms(), 4)
     ones, lse = torch.ones(15, dtype=torch.float64), head_losses(head)[1]
-    work = HeadWork(head, ones, lse, needs_hidden=True, needs_bias=False)
+    first = F.linear(head.hidden[:4], head.weight)
+    logits = weakref.ref(first)
+    work = HeadWork(head, ones, lse, first, needs_hidden=True, needs_bias=False)
+    del first
     main_grad = torch.full_like(weight, torch.nan).detach()
     found = work.run().hidden
     torch.testing.assert_close(found, hidden.grad)
+    assert logits() is None, "a capture keeps the work"
     assert work.run(main_grad, overwrite=True).hidden is found
     torch.testing.assert_close(main_grad, weight.grad)
     work.run(main_grad)
