@@ -135,7 +135,7 @@ class DeferredLogits:
 
     def contiguous(self) -> Any:
         """As ``Tensor.contiguous``."""
-        return self if self._values is None else self._values.contiguous()
+        return self
 
     def tanh(self) -> Any:
         """As ``Tensor.tanh``."""
@@ -189,7 +189,7 @@ class DeferredLogits:
 
     def _reshaped(self, method: str, *sizes: Any) -> Any:
         given = tuple(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], tuple | list | torch.Size) else sizes
-        if self._values is None and len(given) > 1 and given[-1] == self.shape[-1]:
+        if self._values is None and given[-1:] == self.shape[-1:]:
             return self._of(self._hidden.reshape(*given[:-1], self._hidden.shape[-1]))
         return getattr(self.values(), method)(*sizes)
 
@@ -323,7 +323,7 @@ def _values_of(value: Any) -> Any:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, int | float)
 
 
 def _do(values: Tensor, kind: str, value: Any) -> Tensor:

@@ -288,6 +288,4 @@ def _for_autograd(param: nn.Parameter, grad: Tensor) -> Tensor:
 
     Without our provider, ``.grad`` would be the static memory, which the next replay overwrites.
     """
-    record = record_of(param)
-    taken = record is not None and record.foreign_delayer is None and has_one_hook(param)
-    return grad.detach() if taken else grad.clone()
+    return grad.detach() if record_of(param) is not None and has_one_hook(param) else grad.clone()

@@ -73,7 +73,7 @@ class ConnectedChunks:
     @property
     def losses(self) -> list[Tensor]:
         """The detached losses, by microbatch."""
-        return [loss.detach() for _, loss in sorted(self._losses.items())]
+        return [loss.detach() for loss in self._losses.values()]  # the last chunk's forwards are in this order
 
     def receive_input(self, chunk: int, microbatch: int) -> Tensors:
         """The caller's input for chunk 1, else the output of the previous chunk."""

@@ -162,6 +162,10 @@ def test_without_labels_in_evaluation_and_when_asked_everything_is_as_before() -
     places = inspect.signature(plain.forward).parameters.keys()
     by_place = fused(*[batch().get(name) for name in itertools.takewhile(lambda name: name != "use_cache", places)])
     assert not isinstance(by_place.logits, Tensor), "labels by their place are labels"
+    before = [batch().get(name) for name in itertools.takewhile(lambda name: name != "labels", places)]
+    for given in (before, [*before, None]):
+        by_name = fused(*given[: len(before)], **{"labels": batch()["labels"]} if given is before else {})
+        assert isinstance(by_name.logits, Tensor) == (given is not before)
     with torch.no_grad():
         assert isinstance(fused(**batch()).logits, Tensor)
     fused.eval(), plain.eval()

@@ -550,6 +550,16 @@ def test_forwards_whose_backwards_come_later_keep_one_chunk() -> None:
         torch.testing.assert_close(head.weight.grad, expected)
 
 
+def test_a_loss_that_is_let_go_keeps_nothing() -> None:
+    head = LinearCrossEntropy(K, V, dtype=torch.float64, chunk_tokens=4)
+    rows, targets = data((15,))
+    hidden = rows * 2
+    kept = weakref.ref(hidden)
+    loss = head(hidden, targets)
+    del hidden, loss
+    assert kept() is None
+
+
 @pytest.mark.in_turn
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_a_checkpointed_region_keeps_no_logits(use_reentrant: bool) -> None:
