@@ -89,7 +89,8 @@ class DeferredLogits:
         if casts:
             return casts[-1]  # type: ignore[no-any-return]
         autocast = _autocast_dtype(self._hidden) if self._made is None else self._made.autocast
-        return autocast or self._hidden.dtype
+        own = self._hidden.dtype
+        return own if autocast is None or own is torch.float64 else autocast  # which leaves fp64 as it is
 
     @property
     def device(self) -> torch.device:
@@ -163,17 +164,17 @@ class DeferredLogits:
         self.values()[index] = value
 
     def __mul__(self, other: Any) -> Any:
-        return self._then("mul", other) if _is_number(other) else self.values() * _values_of(other)
+        return self._then("mul", other) if _is_number(other) else self.values() * other
 
     __rmul__ = __mul__
 
     def __truediv__(self, other: Any) -> Any:
-        return self._then("div", other) if _is_number(other) else self.values() / _values_of(other)
+        return self._then("div", other) if _is_number(other) else self.values() / other
 
     def __add__(self, other: Any) -> Any:
         """A bias of the classes is noted: Bart has one beside its head."""
         is_bias = isinstance(other, Tensor) and other.numel() == self.shape[-1] == other.shape[-1]
-        return self._then("add", other) if is_bias else self.values() + _values_of(other)
+        return self._then("add", other) if is_bias else self.values() + other
 
     __radd__ = __add__
 

@@ -86,6 +86,7 @@ class LossHead(LinearCrossEntropy):
         if bias is None:
             return self.loss(hidden, targets, terms, reduction, None, announced)
         options: dict[str, Any] = terms._asdict() | {
+            "reduction": reduction,
             "mode": self.mode,
             "chunk_tokens": self.chunk_tokens,
             "grad_scale": announced,

@@ -101,8 +101,6 @@ class LayerGraphs:
         self.has_backward = any(self.have_graph) and bool(self.params or differentiable(leaves))
         if self.has_backward:
             self._captured = leaves, outputs
-        else:
-            self.params = []
 
     def capture_dgrad(self) -> None:
         """Capture D. Where it computes all weight gradients, the buffers are free for later entries."""

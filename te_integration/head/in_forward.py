@@ -16,7 +16,6 @@ from ...ddp.torch_internals import NO_BACKWARD, checkpointed_regions, current_ba
 from ...kernels.cross_entropy.chunks import HeadGrads, head_losses
 from ...kernels.cross_entropy.reference import LossTerms
 from ..dense.linear import ProductUse
-from ..dense.products import cast
 from .recomputing import HeadWork, head_of, refuse_create_graph
 from .written_ahead import deliver_written, write_ahead
 
@@ -81,7 +80,7 @@ class _InForward(torch.autograd.Function):
         if needs_dw:
             ctx.ahead = write_ahead(use, (work,))
         found: HeadGrads = work.run()
-        ctx.found = found.hidden, None if bias is None or found.bias is None else cast(found.bias, bias.dtype)
+        ctx.found = found.hidden, found.bias  # autograd casts it
         ctx.announced, ctx.targets, ctx.ignore_index = announced, targets, terms.ignore_index
         assert found.losses is not None, "no log-sum-exp was given"
         losses: Tensor = found.losses

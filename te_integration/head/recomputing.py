@@ -132,7 +132,7 @@ class _Recomputed(torch.autograd.Function):
         _keep_first_logits(ctx, first_logits)
         ctx.terms, ctx.chunk_tokens, ctx.use = terms, chunk_tokens, use
         ctx.outer_backward = current_backward()  # as in ``_FusedLinear``
-        ctx.weight_dtype, ctx.bias_dtype = weight.dtype, None if bias is None else bias.dtype
+        ctx.weight_dtype = weight.dtype
         return losses
 
     @staticmethod
@@ -146,8 +146,7 @@ class _Recomputed(torch.autograd.Function):
         work: Any = HeadWork(head, grads[0], lse, first_logits, needs_hidden=needs_dx, needs_bias=needs_db)
         (dw,) = weight_grads(ctx, wanted, places, (work,))
         found = work.run()
-        db = None if found.bias is None else cast(found.bias, ctx.bias_dtype)
-        return found.hidden, dw, db, None, None, None, None
+        return found.hidden, dw, found.bias, None, None, None, None  # autograd casts the bias's
 
 
 _latest: weakref.ref[Any] | None = None

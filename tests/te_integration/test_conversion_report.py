@@ -25,6 +25,11 @@ def test_the_fused_share_is_of_the_weights_that_train(frozen: tuple[str, ...], s
     assert convert_linears(model).fused_share == pytest.approx(share)
 
 
+def test_of_a_model_without_weights_all_is_fused() -> None:
+    assert convert_linears(nn.Tanh()).fused_share == 1.0
+    assert convert_linears(nn.Linear(2, 2).requires_grad_(False)).fused_share == 1.0
+
+
 def test_attention_of_a_class_of_its_own_is_named_by_its_matrices_too() -> None:
     attention = type("Attention", (nn.MultiheadAttention,), {})(8, 2)
     assert convert_linears(attention).skipped[""].startswith("Attention: in_proj_weight is read as a matrix")

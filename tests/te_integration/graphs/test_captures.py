@@ -112,6 +112,17 @@ def test_all_that_is_captured_is_on_one_device_that_has_graphs():
             make_graphed_callables(modules, given)
 
 
+def test_what_was_written_by_hand_before_a_capture_is_refused_behind_it():
+    layer = linear(bias=False)
+    ddp = DistributedDataParallel(nn.ModuleList([layer]))
+    layer.weight.main_grad.fill_(2.0)
+    make_graphed_callables([layer], [(batch(),)])
+    assert layer.weight.main_grad.eq(2.0).all()
+    with pytest.raises(RuntimeError, match="was written to by hand"):
+        layer(batch()).sum().backward()
+    ddp.abandon_iteration()
+
+
 def test_a_constant_may_be_nan():
     class Filled(nn.Module):
         def forward(self, x, fill):

@@ -166,3 +166,14 @@ def test_in_fp64_a_compiled_head_is_as_exact_as_eager_code(mode: Any) -> None:
         loss.backward()
     for parameter, same in zip(eager.parameters(), compiled.parameters(), strict=True):
         assert torch.equal(parameter.grad, same.grad)
+
+
+def test_without_gradients_the_function_of_a_wrapped_weight_is_in_the_graph() -> None:
+    """As in evaluation: nothing is written, and no graph breaks."""
+    model = wrap(nn.Embedding(V, K))
+    x, targets = batch()
+    compiled = torch.compile(linear_cross_entropy, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        for mode in ("recompute", "in_forward"):
+            found = compiled(x, model.module.weight, targets, mode=mode)
+            torch.testing.assert_close(found, linear_cross_entropy(x, model.module.weight, targets))

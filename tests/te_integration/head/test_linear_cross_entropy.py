@@ -402,6 +402,8 @@ def test_refused_arguments() -> None:
         LinearCrossEntropy(K, V, mode="in_forward")(hidden, targets, reduction="none")
     with pytest.raises(ValueError, match="lm_head takes 8 features"):
         head(hidden[..., :4], targets)
+    with pytest.raises(ValueError, match=r"lm_head takes 8 features in the last dim, got \(\)"):
+        head(torch.tensor(1.0), targets)
     with pytest.raises(ValueError, match=r"needs targets \(3, 5\)"):
         head(hidden, targets[:2])
     for dtype in (torch.float32, torch.complex64, torch.bool):
@@ -422,6 +424,12 @@ def test_names_and_state_are_those_of_a_linear_layer() -> None:
     assert ", ".join(f"{name}={value}" for name, value in options.items()) in repr(LinearCrossEntropy(K, V, **options))
     made = LinearCrossEntropy(K, V, bias=True, params_dtype=torch.bfloat16, device="meta")
     assert all(param.is_meta and param.dtype is torch.bfloat16 for param in made.parameters())
+
+
+def test_options_at_their_bounds() -> None:
+    head = LinearCrossEntropy(K, V, label_smoothing=1.0, chunk_tokens=1)
+    hidden, targets = data(dtype=torch.float32)
+    torch.testing.assert_close(head(hidden, targets, reduction="sum"), plain_losses(head, hidden, targets).sum())
 
 
 def test_targets_of_other_integers() -> None:
