@@ -299,6 +299,18 @@ def test_layers_of_a_chunk_may_return_lists():
     assert [name for name, _ in chunks[0].named_parameters("block")] == ["block.1.weight", "block.1.bias"]
 
 
+def test_a_run_of_a_chunk_begins_with_the_first_microbatch():
+    """Also after one that was given up."""
+    order = [1, 1, -1, -1]
+    layer = nn.Linear(WIDTH, WIDTH)
+    schedule = parse_order(order, num_layers_per_chunk=[1])
+    (chunk,) = graphed_chunks(make_graphed_callables([layer], [(batch(),)] * 2, order=order), schedule)
+    chunk(batch())
+    executor = ScheduleExecutor(schedule, [chunk])
+    losses = executor.run([batch(1), batch(2)], lambda y, microbatch: y.square().sum())
+    torch.testing.assert_close(losses, [layer(batch(seed)).square().sum().detach() for seed in (1, 2)])
+
+
 def test_a_chunk_of_which_one_layer_delays():
     order = [1, 1, -1, -1, -1.5, -1.5]
     layers = [linear(delay_wgrad_compute=True, bias=False), linear(bias=False)]

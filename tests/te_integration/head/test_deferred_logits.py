@@ -295,6 +295,10 @@ LOSSES: dict[str, tuple[Any, bool]] = {
     "an ignored class": (lambda z, t: F.cross_entropy(z, t, ignore_index=3), True),
     "smoothing": (lambda z, t: F.cross_entropy(z, t, label_smoothing=0.2), True),
     "weights of classes": (lambda z, t: F.cross_entropy(z, t, OF_CLASSES), False),
+    "weights, and all else": (
+        lambda z, t: F.cross_entropy(z, t, OF_CLASSES, ignore_index=3, reduction="sum", label_smoothing=0.2),
+        False,
+    ),
     "probabilities": (lambda z, t: F.cross_entropy(z, PROBABILITIES), False),
     "torch's former sum": (lambda z, t: F.cross_entropy(z, t, size_average=False), False),
     "torch's former losses": (lambda z, t: F.cross_entropy(z, t, reduce=False), False),
