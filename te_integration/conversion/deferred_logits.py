@@ -297,7 +297,7 @@ _OPERATORS = (
 
 def _operator(name: str) -> Callable[..., Any]:
     def read(self: DeferredLogits, *others: Any) -> Any:
-        return getattr(self.values(), name)(*map(_values_of, others))
+        return getattr(self.values(), name)(*others)
 
     return read
 

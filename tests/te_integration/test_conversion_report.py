@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from maingrad.te_integration import GroupedLinear, GroupedMLP, LayerNormMLP, convert_linears
+from maingrad.te_integration import GroupedLinear, GroupedMLP, LayerNormMLP, Linear, convert_linears
 
 
 @pytest.mark.parametrize(("frozen", "share"), [((), 2 / 3), (("0.weight",), 1 / 2), (("2.weight",), 1.0)], ids=str)
@@ -28,6 +28,13 @@ def test_the_fused_share_is_of_the_weights_that_train(frozen: tuple[str, ...], s
 def test_of_a_model_without_weights_all_is_fused() -> None:
     assert convert_linears(nn.Tanh()).fused_share == 1.0
     assert convert_linears(nn.Linear(2, 2).requires_grad_(False)).fused_share == 1.0
+
+
+def test_a_layer_of_ours_that_stays_unfused_has_no_share() -> None:
+    model = nn.Sequential(Linear(8, 8, bias=False), Linear(8, 8, bias=False))
+    model[0].forward = lambda x: x
+    conversion = convert_linears(model)
+    assert conversion.converted == ("1",) and conversion.fused_share == 0.5
 
 
 def test_attention_of_a_class_of_its_own_is_named_by_its_matrices_too() -> None:

@@ -290,13 +290,19 @@ def test_other_losses_stay_and_the_report_says_why() -> None:
     assert convert_linears(inside, fused_loss=True).unfused_losses == {}
     assert not isinstance(inside["policy"](**batch()).logits, Tensor)
 
-    class Headless(nn.Module):
-        def get_output_embeddings(self) -> None: ...
+    two = nn.ModuleDict({"kept": compiled, "fused": language_model("llama")})
+    assert list(convert_linears(two, fused_loss=True).unfused_losses) == ["kept"]
+    assert not isinstance(two["fused"](**batch()).logits, Tensor)
 
+    class Classifier(nn.Module):
         def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
             return x
 
-    assert convert_linears(Headless(), fused_loss=True).unfused_losses == {}, "no language model"
+    class Headless(Classifier):
+        def get_output_embeddings(self) -> None: ...
+
+    for other in (Classifier(), Headless()):
+        assert convert_linears(other, fused_loss=True).unfused_losses == {}, "no language model"
     for wrong in ("always", None):
         with pytest.raises(ValueError, match=f"is True, False or one of recompute, in_forward; got {wrong!r}"):
             convert_linears(inside, fused_loss=wrong)  # type: ignore[arg-type]
@@ -416,7 +422,7 @@ def test_a_forward_that_raised_leaves_the_head_as_it_was() -> None:
     assert type(head(hidden)) is Tensor
     with head.deferring():
         for _ in range(2):
-            assert not isinstance(head(hidden), Tensor)
+            assert not isinstance(head(hidden), Tensor) and torch.equal(head(hidden) + 0, hidden @ head.weight.T)
             model(**batch(0))  # leaves what the program has asked for
     found = iteration(model, batch(0))
     assert_alike(found, iteration(wrapped(), batch(0)))
@@ -430,6 +436,13 @@ def test_what_one_forward_announces_is_not_of_the_next() -> None:
     for reduction in ("mean", "sum"):
         with head.deferring():
             F.cross_entropy(head(torch.randn(3, head.in_features)), torch.arange(3), reduction=reduction).backward()
+
+
+def test_a_head_that_is_given_targets_has_torchs_own_loss() -> None:
+    head, hidden, targets = LossHead(8, 5), torch.randn(3, 8), torch.arange(3)
+    for given, reduction in (({}, "mean"), ({"reduction": "sum"}, "sum"), ({"bias": torch.zeros(5)}, "mean")):
+        expected = F.cross_entropy(head(hidden), targets, reduction=reduction)
+        torch.testing.assert_close(head(hidden, targets, **given), expected)
 
 
 class Products(TorchDispatchMode):

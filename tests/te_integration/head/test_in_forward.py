@@ -155,6 +155,18 @@ def test_an_exception_between_forward_and_backward() -> None:
     check(model, expected)
 
 
+def test_a_forward_of_before_is_told_from_one_that_waits() -> None:
+    model, expected = pair()
+    before = model(*batch(1))
+    model.zero_grad()
+    waits = model(*batch(0))
+    with pytest.raises(RuntimeError, match="gradients were cleared or reduced before the backward came"):
+        before.backward()
+    del waits
+    model.abandon_iteration()
+    check(model, expected)
+
+
 def test_a_forward_beside_that_waits_for_its_backward() -> None:
     model, expected = pair()
     waiting = model(*batch(1))
@@ -203,11 +215,12 @@ def test_a_gradient_that_was_rounded_otherwise_is_the_announced_one() -> None:
 def test_where_the_host_does_not_wait_another_gradient_leaves_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, whose answer the host does not read."""
     monkeypatch.setattr(in_forward, "poison_of", lambda *_: torch.tensor([float("nan")]))
-    head = LinearCrossEntropy(K, V, mode="in_forward")
+    head = LinearCrossEntropy(K, V, bias=True, mode="in_forward")
     model = ddp(head)
     x = torch.randn(TOKENS, K, requires_grad=True)
     (2 * model(x, torch.arange(TOKENS))).backward()
     assert x.grad is not None and x.grad.isnan().all()
+    assert head.bias.main_grad.isnan().all()
     assert head.weight.main_grad.isnan().any(), "norms and checks of gradients find it"
 
 

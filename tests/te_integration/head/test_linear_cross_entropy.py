@@ -419,7 +419,9 @@ def test_names_and_state_are_those_of_a_linear_layer() -> None:
     linear.load_state_dict(head.state_dict())
     assert isinstance(head, nn.Linear)
     assert torch.equal(copy.deepcopy(head).weight, linear.weight)
-    assert "mode=recompute, chunk_tokens=2048, z_loss=0.5" in repr(head)
+    sizes = f"in_features={K}, out_features={V}, bias=True, reduction=mean"
+    assert f"{sizes}, mode=recompute, chunk_tokens=2048, z_loss=0.5" in repr(head)
+    assert "bias=False" in repr(LinearCrossEntropy(K, V))
     options: Any = {"ignore_index": 0, "label_smoothing": 0.1, "z_loss": 0.5, "logit_softcap": 2.0, "logit_scale": 0.25}
     assert ", ".join(f"{name}={value}" for name, value in options.items()) in repr(LinearCrossEntropy(K, V, **options))
     made = LinearCrossEntropy(K, V, bias=True, params_dtype=torch.bfloat16, device="meta")
