@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...ddp.contract.main_grad import Demand, demand, is_fusable, record_of
+from ...ddp.contract.main_grad import Demand, demand, record_of
 from ...ddp.torch_internals import NO_BACKWARD, checkpointed_regions, current_backward
 from ...kernels.cross_entropy.chunks import HeadGrads, head_losses
 from ...kernels.cross_entropy.reference import LossTerms
@@ -25,11 +25,11 @@ _TOLERANCE = 1e-6
 """Relative difference between announced and real gradient that is rounding: a few units of fp32."""
 
 
-def can_write_in_forward(weight: Tensor) -> bool:
+def can_write_in_forward(weight: Tensor, fused: bool) -> bool:
     """Whether the weight's gradient can be written in forward: into our wrapper's ``main_grad``, or not at all."""
     if not torch.is_grad_enabled():
         return False
-    return not weight.requires_grad or (is_fusable(weight) and record_of(weight) is not None)
+    return record_of(weight) is not None if fused else not weight.requires_grad
 
 
 def losses_in_forward(

@@ -60,10 +60,9 @@ class HeadWork:
 
     def weight_grad(self, dtype: torch.dtype) -> Tensor:
         """``dW`` as a new tensor, whose chunks are summed in fp32 (fp64 for fp64)."""
-        weight = self._head.weight
-        total = weight.new_empty(weight.shape, dtype=torch.promote_types(weight.dtype, torch.float32))
+        total = torch.empty_like(self._head.weight, dtype=dtype, memory_format=torch.contiguous_format)
         self.run(total, overwrite=True)
-        return total.to(dtype)
+        return total
 
 
 class HeadWgrad:

@@ -286,6 +286,10 @@ def test_transforms_and_second_derivatives(mode: Any) -> None:
     ddp = wrap(head)
     found = torch.func.grad(lambda x: head(x, targets))(hidden.detach())
     torch.testing.assert_close(found, torch.autograd.grad(head(hidden, targets), hidden)[0])
+    narrow = LinearCrossEntropy(K, V, bias=True, mode=mode, **options)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = torch.func.grad(lambda x: narrow(x, targets))(hidden.detach())
+        torch.testing.assert_close(found, torch.autograd.grad(narrow(hidden, targets), hidden)[0])
     with pytest.raises(RuntimeError, match="second derivatives"):
         head(hidden, targets).backward(create_graph=True)
     ddp.abandon_iteration()
