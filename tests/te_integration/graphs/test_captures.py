@@ -299,18 +299,6 @@ def test_layers_of_a_chunk_may_return_lists():
     assert [name for name, _ in chunks[0].named_parameters("block")] == ["block.1.weight", "block.1.bias"]
 
 
-def test_a_run_of_a_chunk_begins_with_the_first_microbatch():
-    """Also after one that was given up."""
-    order = [1, 1, -1, -1]
-    layer = nn.Linear(WIDTH, WIDTH)
-    schedule = parse_order(order, num_layers_per_chunk=[1])
-    (chunk,) = graphed_chunks(make_graphed_callables([layer], [(batch(),)] * 2, order=order), schedule)
-    chunk(batch())
-    executor = ScheduleExecutor(schedule, [chunk])
-    losses = executor.run([batch(1), batch(2)], lambda y, microbatch: y.square().sum())
-    torch.testing.assert_close(losses, [layer(batch(seed)).square().sum().detach() for seed in (1, 2)])
-
-
 def test_a_chunk_of_which_one_layer_delays():
     order = [1, 1, -1, -1, -1.5, -1.5]
     layers = [linear(delay_wgrad_compute=True, bias=False), linear(bias=False)]
@@ -330,6 +318,31 @@ def test_a_chunk_of_which_one_layer_delays():
     expected = torch.autograd.grad(layers[1](layers[0](x)).square().sum(), layers[0].weight)
     assert not chunk.need_backward_dw(), "a microbatch each time"
     torch.testing.assert_close(written[:1], [*expected])
+    ddp.finish_grad_sync()
+
+
+def test_without_gradients_the_layer_itself_runs_between_the_steps_of_an_order():
+    layer = nn.Linear(WIDTH, WIDTH)
+    first, second = make_graphed_callables([layer], [(batch(),)] * 2, order=[1, 1, -1, -1])
+    outputs = [first(batch())]
+    with torch.no_grad():
+        for _ in range(2):
+            assert torch.equal(second(batch(1)), layer(batch(1)))
+    outputs.append(second(batch()))
+    for output in outputs:
+        output.sum().backward()
+
+
+def test_of_a_layer_whose_graphs_are_gone_any_part_may_wait():
+    layer = nn.Sequential(*(linear(delay_wgrad_compute=True, bias=False) for _ in range(2)))
+    ddp = DistributedDataParallel(nn.ModuleList([layer]))
+    (graphed,) = make_graphed_callables([layer], [(batch(),)])
+    graphed.reset()
+    graphed(batch()).sum().backward()
+    layer[1].backward_dw()
+    assert graphed.need_backward_dw()
+    graphed.backward_dw()
+    assert not graphed.need_backward_dw()
     ddp.finish_grad_sync()
 
 
