@@ -89,7 +89,8 @@ class DeferredLogits:
         if casts:
             return casts[-1]  # type: ignore[no-any-return]
         autocast = _autocast_dtype(self._hidden) if self._made is None else self._made.autocast
-        return autocast or self._hidden.dtype
+        own = self._hidden.dtype
+        return own if autocast is None or own is torch.float64 else autocast  # which leaves fp64 as it is
 
     @property
     def device(self) -> torch.device:
@@ -135,7 +136,7 @@ class DeferredLogits:
 
     def contiguous(self) -> Any:
         """As ``Tensor.contiguous``."""
-        return self if self._values is None else self._values.contiguous()
+        return self
 
     def tanh(self) -> Any:
         """As ``Tensor.tanh``."""
@@ -163,17 +164,17 @@ class DeferredLogits:
         self.values()[index] = value
 
     def __mul__(self, other: Any) -> Any:
-        return self._then("mul", other) if _is_number(other) else self.values() * _values_of(other)
+        return self._then("mul", other) if _is_number(other) else self.values() * other
 
     __rmul__ = __mul__
 
     def __truediv__(self, other: Any) -> Any:
-        return self._then("div", other) if _is_number(other) else self.values() / _values_of(other)
+        return self._then("div", other) if _is_number(other) else self.values() / other
 
     def __add__(self, other: Any) -> Any:
         """A bias of the classes is noted: Bart has one beside its head."""
         is_bias = isinstance(other, Tensor) and other.numel() == self.shape[-1] == other.shape[-1]
-        return self._then("add", other) if is_bias else self.values() + _values_of(other)
+        return self._then("add", other) if is_bias else self.values() + other
 
     __radd__ = __add__
 
@@ -189,7 +190,7 @@ class DeferredLogits:
 
     def _reshaped(self, method: str, *sizes: Any) -> Any:
         given = tuple(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], tuple | list | torch.Size) else sizes
-        if self._values is None and len(given) > 1 and given[-1] == self.shape[-1]:
+        if self._values is None and given[-1:] == self.shape[-1:]:
             return self._of(self._hidden.reshape(*given[:-1], self._hidden.shape[-1]))
         return getattr(self.values(), method)(*sizes)
 
@@ -296,7 +297,7 @@ _OPERATORS = (
 
 def _operator(name: str) -> Callable[..., Any]:
     def read(self: DeferredLogits, *others: Any) -> Any:
-        return getattr(self.values(), name)(*map(_values_of, others))
+        return getattr(self.values(), name)(*others)
 
     return read
 
@@ -323,7 +324,7 @@ def _values_of(value: Any) -> Any:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, int | float)
 
 
 def _do(values: Tensor, kind: str, value: Any) -> Tensor:

@@ -72,20 +72,22 @@ class LossHead(LinearCrossEntropy):
         """[..., K] -> [..., V]; with ``targets`` the loss of rows [T, K], as ``LinearCrossEntropy`` computes it.
 
         defer  False: the product itself, also where the model defers it
-        terms  what the architecture has done to logits, and the arguments of its loss
+        terms  what the architecture has done to logits, and the arguments of its loss; None: nothing, and torch's own
         bias   [V], in place of the head's own, which is None
         dtype  to which the caller casts the loss: backward rounds the gradient to it
         """
-        if targets is None or terms is None:
+        if targets is None:
             if self.defers and defer:
                 return DeferredLogits.of_forward(self, hidden)
             return self.multiply(hidden, (self.weight,), self.bias, None)
+        terms = LossTerms() if terms is None else terms
         announced = self.grad_of_sum if reduction == "sum" else self.grad_of_mean
         if announced is not None and dtype.itemsize < torch.float32.itemsize:
             announced = torch.as_tensor(announced, dtype=dtype, device=hidden.device)
         if bias is None:
             return self.loss(hidden, targets, terms, reduction, None, announced)
         options: dict[str, Any] = terms._asdict() | {
+            "reduction": reduction,
             "mode": self.mode,
             "chunk_tokens": self.chunk_tokens,
             "grad_scale": announced,

@@ -87,7 +87,7 @@ class GraphedCallable(AroundModule):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         # nn.Module then loads the child from what is left under its name.
-        for key in [key for key in state_dict if key.startswith(prefix)]:
+        for key in list(state_dict):  # all begin with the prefix
             state_dict[f"{prefix}module.{key.removeprefix(prefix)}"] = state_dict.pop(key)
         super()._load_from_state_dict(state_dict, prefix, *rest)
 

@@ -101,8 +101,6 @@ class LayerGraphs:
         self.has_backward = any(self.have_graph) and bool(self.params or differentiable(leaves))
         if self.has_backward:
             self._captured = leaves, outputs
-        else:
-            self.params = []
 
     def capture_dgrad(self) -> None:
         """Capture D. Where it computes all weight gradients, the buffers are free for later entries."""
@@ -288,6 +286,4 @@ def _for_autograd(param: nn.Parameter, grad: Tensor) -> Tensor:
 
     Without our provider, ``.grad`` would be the static memory, which the next replay overwrites.
     """
-    record = record_of(param)
-    taken = record is not None and record.foreign_delayer is None and has_one_hook(param)
-    return grad.detach() if taken else grad.clone()
+    return grad.detach() if record_of(param) is not None and has_one_hook(param) else grad.clone()

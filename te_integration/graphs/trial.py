@@ -30,7 +30,7 @@ def content_kept(module: nn.Module, *, runs: bool = True) -> Iterator[None]:
     untouched = [record for record in records if record.version == record.view._version]
     kept: list[Tensor] = []
     if runs:
-        kept += [buffer for buffer in module.buffers() if not buffer.is_inference()]
+        kept += module.buffers()
         kept += [
             accumulator_of(param, type(module).__name__, rows_apart=True)
             for param in module.parameters()

@@ -11,12 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...ddp.contract.main_grad import Demand, demand, is_fusable, record_of
+from ...ddp.contract.main_grad import Demand, demand, record_of
 from ...ddp.torch_internals import NO_BACKWARD, checkpointed_regions, current_backward
 from ...kernels.cross_entropy.chunks import HeadGrads, head_losses
 from ...kernels.cross_entropy.reference import LossTerms
 from ..dense.linear import ProductUse
-from ..dense.products import cast
 from .recomputing import HeadWork, head_of, refuse_create_graph
 from .written_ahead import deliver_written, write_ahead
 
@@ -26,11 +25,11 @@ _TOLERANCE = 1e-6
 """Relative difference between announced and real gradient that is rounding: a few units of fp32."""
 
 
-def can_write_in_forward(weight: Tensor) -> bool:
+def can_write_in_forward(weight: Tensor, fused: bool) -> bool:
     """Whether the weight's gradient can be written in forward: into our wrapper's ``main_grad``, or not at all."""
     if not torch.is_grad_enabled():
         return False
-    return not weight.requires_grad or (is_fusable(weight) and record_of(weight) is not None)
+    return record_of(weight) is not None if fused else not weight.requires_grad
 
 
 def losses_in_forward(
@@ -81,7 +80,7 @@ class _InForward(torch.autograd.Function):
         if needs_dw:
             ctx.ahead = write_ahead(use, (work,))
         found: HeadGrads = work.run()
-        ctx.found = found.hidden, None if bias is None or found.bias is None else cast(found.bias, bias.dtype)
+        ctx.found = found.hidden, found.bias  # autograd casts it
         ctx.announced, ctx.targets, ctx.ignore_index = announced, targets, terms.ignore_index
         assert found.losses is not None, "no log-sum-exp was given"
         losses: Tensor = found.losses

@@ -297,7 +297,7 @@ def _losses_by(
     terms: LossTerms,
     chunk_tokens: int,
 ) -> Tensor:
-    if announced is not None and can_write_in_forward(weight) and (use.fused or not weight.requires_grad):
+    if announced is not None and can_write_in_forward(weight, use.fused):
         return losses_in_forward(rows, weight, bias, targets, announced, terms, chunk_tokens, use)
     return recomputed_losses(rows, weight, bias, targets, terms, chunk_tokens, use)
 

@@ -60,10 +60,9 @@ class HeadWork:
 
     def weight_grad(self, dtype: torch.dtype) -> Tensor:
         """``dW`` as a new tensor, whose chunks are summed in fp32 (fp64 for fp64)."""
-        weight = self._head.weight
-        total = weight.new_empty(weight.shape, dtype=torch.promote_types(weight.dtype, torch.float32))
+        total = torch.empty_like(self._head.weight, dtype=dtype, memory_format=torch.contiguous_format)
         self.run(total, overwrite=True)
-        return total.to(dtype)
+        return total
 
 
 class HeadWgrad:
@@ -75,7 +74,7 @@ class HeadWgrad:
 
     def fits(self, weights: Sequence[Tensor]) -> bool:
         """See ``WgradProduct``."""
-        return len(weights) == 1
+        return True  # a head has one weight
 
     def accumulate(self, main_grads: Sequence[Tensor | None], overwrite: Sequence[bool], work: HeadWork) -> None:
         """See ``WgradProduct``."""
@@ -132,7 +131,7 @@ class _Recomputed(torch.autograd.Function):
         _keep_first_logits(ctx, first_logits)
         ctx.terms, ctx.chunk_tokens, ctx.use = terms, chunk_tokens, use
         ctx.outer_backward = current_backward()  # as in ``_FusedLinear``
-        ctx.weight_dtype, ctx.bias_dtype = weight.dtype, None if bias is None else bias.dtype
+        ctx.weight_dtype = weight.dtype
         return losses
 
     @staticmethod
@@ -146,8 +145,7 @@ class _Recomputed(torch.autograd.Function):
         work: Any = HeadWork(head, grads[0], lse, first_logits, needs_hidden=needs_dx, needs_bias=needs_db)
         (dw,) = weight_grads(ctx, wanted, places, (work,))
         found = work.run()
-        db = None if found.bias is None else cast(found.bias, ctx.bias_dtype)
-        return found.hidden, dw, db, None, None, None, None
+        return found.hidden, dw, found.bias, None, None, None, None  # autograd casts the bias's
 
 
 _latest: weakref.ref[Any] | None = None

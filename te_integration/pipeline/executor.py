@@ -73,7 +73,7 @@ class ConnectedChunks:
     @property
     def losses(self) -> list[Tensor]:
         """The detached losses, by microbatch."""
-        return [loss.detach() for _, loss in sorted(self._losses.items())]
+        return [loss.detach() for loss in self._losses.values()]  # the last chunk's forwards are in this order
 
     def receive_input(self, chunk: int, microbatch: int) -> Tensors:
         """The caller's input for chunk 1, else the output of the previous chunk."""
@@ -295,7 +295,8 @@ class _Run:
         received = _as_tuple(self._link.receive_input(entry.chunk, entry.microbatch))
         inputs = tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in received)
         outputs = chunk(inputs)
-        if self._loss_fn is not None and entry.chunk == self._loss_chunk:
+        if entry.chunk == self._loss_chunk:
+            assert self._loss_fn is not None, "this chunk was chosen for it"
             loss = self._loss_fn(*outputs, microbatch=entry.microbatch)
             if not isinstance(loss, Tensor) or loss.numel() != 1:
                 raise ValueError(f"{entry}: loss_fn must return a scalar tensor, got {loss!r:.60}")

@@ -124,7 +124,7 @@ class PipelineStage(pipelining.PipelineStage):
             parts.abandon(self)
         for param in self._unwrapped_params():
             param.grad = None
-        self._num_backwards, self._begun_in = 0, None
+        self._begun_in = None
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         """Run F."""

@@ -163,11 +163,8 @@ FAULTS = [
             Change(
                 "maingrad.te_integration.graphs.layer_graphs",
                 "_for_autograd",
-                "return grad.detach() if taken else grad.clone()",
-                """
-                del taken
-                return grad.detach()
-                """,
+                "grad.detach() if record_of(param) is not None and has_one_hook(param) else grad.clone()",
+                "grad.detach()",
             ),
         ],
     ),

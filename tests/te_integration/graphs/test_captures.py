@@ -112,6 +112,17 @@ def test_all_that_is_captured_is_on_one_device_that_has_graphs():
             make_graphed_callables(modules, given)
 
 
+def test_what_was_written_by_hand_before_a_capture_is_refused_behind_it():
+    layer = linear(bias=False)
+    ddp = DistributedDataParallel(nn.ModuleList([layer]))
+    layer.weight.main_grad.fill_(2.0)
+    make_graphed_callables([layer], [(batch(),)])
+    assert layer.weight.main_grad.eq(2.0).all()
+    with pytest.raises(RuntimeError, match="was written to by hand"):
+        layer(batch()).sum().backward()
+    ddp.abandon_iteration()
+
+
 def test_a_constant_may_be_nan():
     class Filled(nn.Module):
         def forward(self, x, fill):
@@ -307,6 +318,31 @@ def test_a_chunk_of_which_one_layer_delays():
     expected = torch.autograd.grad(layers[1](layers[0](x)).square().sum(), layers[0].weight)
     assert not chunk.need_backward_dw(), "a microbatch each time"
     torch.testing.assert_close(written[:1], [*expected])
+    ddp.finish_grad_sync()
+
+
+def test_without_gradients_the_layer_itself_runs_between_the_steps_of_an_order():
+    layer = nn.Linear(WIDTH, WIDTH)
+    first, second = make_graphed_callables([layer], [(batch(),)] * 2, order=[1, 1, -1, -1])
+    outputs = [first(batch())]
+    with torch.no_grad():
+        for _ in range(2):
+            assert torch.equal(second(batch(1)), layer(batch(1)))
+    outputs.append(second(batch()))
+    for output in outputs:
+        output.sum().backward()
+
+
+def test_of_a_layer_whose_graphs_are_gone_any_part_may_wait():
+    layer = nn.Sequential(*(linear(delay_wgrad_compute=True, bias=False) for _ in range(2)))
+    ddp = DistributedDataParallel(nn.ModuleList([layer]))
+    (graphed,) = make_graphed_callables([layer], [(batch(),)])
+    graphed.reset()
+    graphed(batch()).sum().backward()
+    layer[1].backward_dw()
+    assert graphed.need_backward_dw()
+    graphed.backward_dw()
+    assert not graphed.need_backward_dw()
     ddp.finish_grad_sync()
 
 

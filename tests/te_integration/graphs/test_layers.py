@@ -69,6 +69,7 @@ LAYERS = {
     "with its norm": lambda: LayerNormMLP(WIDTH, 16, return_layernorm_output=True, return_bias=True, **FUSED),
     "zero centered": lambda: LayerNormLinear(WIDTH, WIDTH, normalization="RMSNorm", zero_centered_gamma=True, **FUSED),
     "batch norm": lambda: nn.Sequential(nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH)),
+    "batch norm without statistics": lambda: nn.BatchNorm1d(WIDTH, track_running_stats=False),
     "identity": nn.Identity,
     "in place": lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True)),
     "tokens": Tokens,
@@ -113,7 +114,7 @@ def train(make, graphed, autocast):
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "autocast"])
 @pytest.mark.parametrize("kind", LAYERS)
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(14)
 def test_a_layer_of_this_kind(kind, autocast):
     eager, graphed = (train(LAYERS[kind], each, autocast) for each in (False, True))
     assert len(eager) == len(graphed)

@@ -11,6 +11,7 @@ from pipelines import ROWS, WIDTH, batches, fused, gradients, loss_of, make_chun
 from maingrad.ddp import DistributedDataParallel
 from maingrad.launch import simulate
 from maingrad.te_integration import graphed_chunks, make_graphed_callables
+from maingrad.te_integration.graphs.captured_order import ReplayError
 from maingrad.te_integration.pipeline import ScheduleExecutor, parse_order
 
 WAYS = ("alone", "ddp", "zero1")
@@ -77,3 +78,17 @@ def test_random_orders_of_layers_of_which_some_delay(drawn):
             outcomes.append([*losses, *(gradient.clone() for gradient in gradients(chunks).values())])
             ddp.zero_grad_buffer()
     assert all(map(torch.equal, [*outcomes[0], *outcomes[1]], [*outcomes[2], *outcomes[3]]))
+
+
+def test_a_step_out_of_turn_is_told_which_of_the_steps_that_were_not_freed_comes() -> None:
+    """The first and the last of an order may have been freed."""
+    sample = (torch.ones(ROWS, WIDTH, requires_grad=True),)
+    calls = make_graphed_callables([torch.nn.Linear(WIDTH, WIDTH)], [sample] * 4, order=[1] * 4 + [-1] * 4)
+    for each in (calls[0], calls[3]):
+        each.reset()
+    for _ in range(2):
+        outputs = [call(*sample) for call in calls[1:3]]
+        for output in outputs:
+            output.sum().backward()
+    with pytest.raises(ReplayError, match=r"microbatch 2 was called where .* microbatch 1 comes"):
+        calls[2](*sample)

@@ -146,6 +146,8 @@ def test_numbers_that_do_not_fit():
         make_graphed_callables([layer], samples(1), num_layers_per_chunk=[1])
     with pytest.raises(TypeError, match="sample_args is a list of tuples"):
         make_graphed_callables([layer], x())
+    with pytest.raises(TypeError, match="sample_args is a list of tuples"):
+        make_graphed_callables([layer], [*samples(1), x()], order=[1, 1, -1, -1])
     with pytest.raises(ValueError, match="sample_kwargs has 2 entries, and there are 1 callables"):
         make_graphed_callables([layer], samples(1), sample_kwargs=[{}, {}])
     with torch.no_grad(), pytest.raises(RuntimeError, match="while gradients are disabled: there is no backward"):
@@ -417,9 +419,10 @@ def test_weights_that_are_not_what_was_captured():
     for name in ("weight", "bias"):
         (graphed,) = make_graphed_callables([layer], samples(1))
         kept = getattr(layer, name)
-        setattr(layer, name, nn.Parameter(kept.detach().clone()))
-        with pytest.raises(RuntimeError, match="it is not as it was captured"):
-            graphed(x())
+        for other in (kept.detach().clone(), kept.detach()):  # in the same memory too: its hooks are others
+            setattr(layer, name, nn.Parameter(other))
+            with pytest.raises(RuntimeError, match="it is not as it was captured"):
+                graphed(x())
         setattr(layer, name, kept)
         kept.data = kept.data.clone()
         with pytest.raises(RuntimeError, match="it is not as it was captured"):

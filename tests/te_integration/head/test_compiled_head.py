@@ -149,6 +149,25 @@ def test_the_function_of_a_plain_weight_is_in_the_graph() -> None:
     assert torch.equal(weight.grad, same.grad) and torch.equal(bias.grad, other.grad)
 
 
+@pytest.mark.in_turn
+@pytest.mark.parametrize("trained", ["hidden", "bias", "all"])
+def test_gradients_of_autograd_have_the_dtype_of_what_they_are_of(trained: str) -> None:
+    x, targets = batch()
+    heads = [LinearCrossEntropy(K, V, bias=True, dtype=torch.bfloat16, chunk_tokens=4) for _ in range(2)]
+    heads[1].load_state_dict(heads[0].state_dict())
+    found = []
+    for head, call in zip(heads, (heads[0], torch.compile(heads[1], backend="aot_eager", fullgraph=True)), strict=True):
+        hidden = x.bfloat16().requires_grad_(trained in ("hidden", "all"))
+        for name, parameter in head.named_parameters():
+            parameter.requires_grad_(trained in (name, "all"))
+        loss = call(hidden, targets)
+        loss.backward()
+        found.append([loss, hidden.grad, head.weight.grad, head.bias.grad])
+    assert [each is None for each in found[0]] == [each is None for each in found[1]]
+    for one, other in zip(*found, strict=True):
+        assert one is None or (one.dtype is other.dtype and torch.equal(one, other))
+
+
 @pytest.mark.parametrize("mode", ["recompute", "in_forward"])
 def test_in_fp64_a_compiled_head_is_as_exact_as_eager_code(mode: Any) -> None:
     x, targets = batch()
@@ -166,3 +185,14 @@ def test_in_fp64_a_compiled_head_is_as_exact_as_eager_code(mode: Any) -> None:
         loss.backward()
     for parameter, same in zip(eager.parameters(), compiled.parameters(), strict=True):
         assert torch.equal(parameter.grad, same.grad)
+
+
+def test_without_gradients_the_function_of_a_wrapped_weight_is_in_the_graph() -> None:
+    """As in evaluation: nothing is written, and no graph breaks."""
+    model = wrap(nn.Embedding(V, K))
+    x, targets = batch()
+    compiled = torch.compile(linear_cross_entropy, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        for mode in ("recompute", "in_forward"):
+            found = compiled(x, model.module.weight, targets, mode=mode)
+            torch.testing.assert_close(found, linear_cross_entropy(x, model.module.weight, targets))

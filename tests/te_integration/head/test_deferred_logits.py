@@ -175,6 +175,7 @@ WITHOUT_LOGITS: dict[str, Any] = {
     "view by a tuple": lambda z: z.view((3, 2, 7)),
     "reshape": lambda z: z.reshape(6, z.size(-1)),
     "flatten": lambda z: z.flatten(0, 1),
+    "flatten from behind": lambda z: z.flatten(0, -2),
     "a shift": lambda z: z[..., :-1, :].contiguous(),
     "a shift of the second dim": lambda z: z[:, 1:],
     "a row": lambda z: z[1, -1],
@@ -187,6 +188,7 @@ WITH_LOGITS: dict[str, Any] = {
     "view as a vector": lambda z: z.reshape(-1),
     "flatten all": lambda z: z.flatten(),
     "flatten classes": lambda z: z.flatten(1),
+    "flatten classes by both dims": lambda z: z.flatten(1, 2),
     "some classes": lambda z: z[..., :3],
     "one class": lambda z: z[..., 0],
     "an element": lambda z: z[1, 2, 3],
@@ -251,6 +253,25 @@ def test_modes_are_those_of_the_forward(autocasts: bool, grad: bool, trained: st
         assert torch.equal(z.values(), expected)
 
 
+def test_a_number_of_each_of_as_many_tokens_as_classes_is_no_bias() -> None:
+    head, hidden, targets = CountingHead(), torch.linspace(-2, 2, 35, dtype=torch.float64).view(7, 5), torch.arange(7)
+    found, expected = DeferredLogits.of_forward(head, hidden), PlainHead()(hidden)
+    for other in (OF_CLASSES[:, None], OF_TOKENS[:1].T, torch.ones((), dtype=torch.float64)):
+        torch.testing.assert_close(found + other, expected + other)
+    torch.testing.assert_close(
+        F.cross_entropy(found + OF_CLASSES[:, None], targets), F.cross_entropy(expected, targets)
+    )
+
+
+def test_autocast_leaves_fp64_as_it_is() -> None:
+    head, hidden, targets = PlainHead(), torch.linspace(-2, 2, 30, dtype=torch.float64).view(6, 5), torch.arange(6)
+    with torch.autocast("cpu", torch.bfloat16):
+        found, expected = DeferredLogits.of_forward(head, hidden), head(hidden)
+        for change in (lambda z: z, lambda z: z.double(), lambda z: z.float(), lambda z: z.bfloat16()):
+            losses = [F.cross_entropy(change(logits), targets) for logits in (found, expected)]
+            assert found.dtype is expected.dtype and losses[0].dtype is losses[1].dtype
+
+
 def test_logits_are_computed_once_and_may_be_written() -> None:
     head, z, expected = deferred(2, 3)
     assert z.to(torch.device("meta")).is_meta
@@ -274,6 +295,10 @@ LOSSES: dict[str, tuple[Any, bool]] = {
     "an ignored class": (lambda z, t: F.cross_entropy(z, t, ignore_index=3), True),
     "smoothing": (lambda z, t: F.cross_entropy(z, t, label_smoothing=0.2), True),
     "weights of classes": (lambda z, t: F.cross_entropy(z, t, OF_CLASSES), False),
+    "weights, and all else": (
+        lambda z, t: F.cross_entropy(z, t, OF_CLASSES, ignore_index=3, reduction="sum", label_smoothing=0.2),
+        False,
+    ),
     "probabilities": (lambda z, t: F.cross_entropy(z, PROBABILITIES), False),
     "torch's former sum": (lambda z, t: F.cross_entropy(z, t, size_average=False), False),
     "torch's former losses": (lambda z, t: F.cross_entropy(z, t, reduce=False), False),

@@ -15,12 +15,15 @@ import torch.nn.functional as F
 from conversion import assert_close_to_exact, converted_iteration, plain_iteration
 from language_models import ARCHITECTURES, VOCABULARY, batch, language_model
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaForCausalLM
 
 from maingrad.ddp import DistributedDataParallel
 from maingrad.ddp.plan.cut import Box
 from maingrad.ddp.plan.model_slice import ModelSlice, set_model_slice
+from maingrad.kernels.cross_entropy.reference import LossTerms
 from maingrad.te_integration import Linear, convert_linears, unconvert
+from maingrad.te_integration.conversion.fused_loss import LossHead
 
 
 def wrapped(name: str = "llama", *, fused_loss: Any = True, **changed: Any) -> Any:
@@ -156,12 +159,17 @@ def wrapped_with_frozen_head(name: str, frozen: bool, fused_loss: bool) -> Any:
 def test_without_labels_in_evaluation_and_when_asked_everything_is_as_before() -> None:
     plain, fused = wrapped(fused_loss=False).module, wrapped().module
     tokens = {"input_ids": batch()["input_ids"]}
-    assert torch.equal(fused(**tokens).logits, plain(**tokens).logits)
+    logits = fused(**tokens).logits
+    assert isinstance(logits, Tensor) and torch.equal(logits, plain(**tokens).logits)
     one, other = fused(**batch(), skip_logits=False), plain(**batch())
     assert torch.equal(one.logits, other.logits) and torch.equal(one.loss, other.loss)
     places = inspect.signature(plain.forward).parameters.keys()
     by_place = fused(*[batch().get(name) for name in itertools.takewhile(lambda name: name != "use_cache", places)])
     assert not isinstance(by_place.logits, Tensor), "labels by their place are labels"
+    before = [batch().get(name) for name in itertools.takewhile(lambda name: name != "labels", places)]
+    for given in (before, [*before, None]):
+        by_name = fused(*given[: len(before)], **{"labels": batch()["labels"]} if given is before else {})
+        assert isinstance(by_name.logits, Tensor) == (given is not before)
     with torch.no_grad():
         assert isinstance(fused(**batch()).logits, Tensor)
     fused.eval(), plain.eval()
@@ -282,13 +290,19 @@ def test_other_losses_stay_and_the_report_says_why() -> None:
     assert convert_linears(inside, fused_loss=True).unfused_losses == {}
     assert not isinstance(inside["policy"](**batch()).logits, Tensor)
 
-    class Headless(nn.Module):
-        def get_output_embeddings(self) -> None: ...
+    two = nn.ModuleDict({"kept": compiled, "fused": language_model("llama")})
+    assert list(convert_linears(two, fused_loss=True).unfused_losses) == ["kept"]
+    assert not isinstance(two["fused"](**batch()).logits, Tensor)
 
+    class Classifier(nn.Module):
         def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
             return x
 
-    assert convert_linears(Headless(), fused_loss=True).unfused_losses == {}, "no language model"
+    class Headless(Classifier):
+        def get_output_embeddings(self) -> None: ...
+
+    for other in (Classifier(), Headless()):
+        assert convert_linears(other, fused_loss=True).unfused_losses == {}, "no language model"
     for wrong in ("always", None):
         with pytest.raises(ValueError, match=f"is True, False or one of recompute, in_forward; got {wrong!r}"):
             convert_linears(inside, fused_loss=wrong)  # type: ignore[arg-type]
@@ -408,7 +422,58 @@ def test_a_forward_that_raised_leaves_the_head_as_it_was() -> None:
     assert type(head(hidden)) is Tensor
     with head.deferring():
         for _ in range(2):
-            assert not isinstance(head(hidden), Tensor)
+            assert not isinstance(head(hidden), Tensor) and torch.equal(head(hidden) + 0, hidden @ head.weight.T)
             model(**batch(0))  # leaves what the program has asked for
     found = iteration(model, batch(0))
     assert_alike(found, iteration(wrapped(), batch(0)))
+
+
+def test_what_one_forward_announces_is_not_of_the_next() -> None:
+    model = wrapped(fused_loss="in_forward")
+    (model(**batch(), grad_scale=0.5).loss / 2).backward()
+    (model(**batch(), grad_scale=0.5, num_items_in_batch=33).loss / 2).backward()
+    head = model.module.get_output_embeddings()
+    for reduction in ("mean", "sum"):
+        with head.deferring():
+            F.cross_entropy(head(torch.randn(3, head.in_features)), torch.arange(3), reduction=reduction).backward()
+
+
+def test_a_head_that_is_given_targets_has_torchs_own_loss() -> None:
+    head, hidden, targets = LossHead(8, 5), torch.randn(3, 8), torch.arange(3)
+    for given, reduction in (({}, "mean"), ({"reduction": "sum"}, "sum"), ({"bias": torch.zeros(5)}, "mean")):
+        expected = F.cross_entropy(head(hidden), targets, reduction=reduction)
+        torch.testing.assert_close(head(hidden, targets, **given), expected)
+
+
+class Products(TorchDispatchMode):
+    """Counts products with a bias, and the rows of the last one."""
+
+    count = rows = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.addmm.out:
+            self.count, self.rows = self.count + 1, len(args[1])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("mode", "again"), [("recompute", 2), ("in_forward", 0)])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_bias_of_the_architecture_has_the_loss_in_chunks_too(mode: Any, again: int, reduction: Any) -> None:
+    torch.manual_seed(0)
+    head = LossHead(8, 5, mode=mode, chunk_tokens=4)
+    kept = DistributedDataParallel(nn.ModuleList([head, nn.Linear(1, 1)]))
+    hidden, targets, bias = torch.randn(12, 8, requires_grad=True), torch.arange(12) % 5, torch.randn(5)
+    bias.requires_grad_()
+    head.grad_of_mean, head.grad_of_sum = (0.5, 0.25) if mode == "in_forward" else (None, None)
+    terms = LossTerms(ignore_index=3, label_smoothing=0.1, logit_softcap=2.0, logit_scale=0.5)
+    with Products() as forward:
+        loss = head(hidden, targets, terms=terms, reduction=reduction, bias=bias)
+    with Products() as backward:
+        (found,) = torch.autograd.grad(loss * (0.5 if reduction == "mean" else 0.25), bias, retain_graph=True)
+    assert (forward.count, forward.rows, backward.count) == (3, 4, again)
+    logits = 2 * torch.tanh((hidden @ head.weight.T + bias) * 0.5 / 2)
+    expected = F.cross_entropy(logits, targets, ignore_index=3, label_smoothing=0.1, reduction=reduction)
+    torch.testing.assert_close(loss, expected)
+    (wanted,) = torch.autograd.grad(expected * (0.5 if reduction == "mean" else 0.25), bias)
+    torch.testing.assert_close(found, wanted)
+    kept.abandon_iteration()

@@ -155,6 +155,18 @@ def test_an_exception_between_forward_and_backward() -> None:
     check(model, expected)
 
 
+def test_a_forward_of_before_is_told_from_one_that_waits() -> None:
+    model, expected = pair()
+    before = model(*batch(1))
+    model.zero_grad()
+    waits = model(*batch(0))
+    with pytest.raises(RuntimeError, match="gradients were cleared or reduced before the backward came"):
+        before.backward()
+    del waits
+    model.abandon_iteration()
+    check(model, expected)
+
+
 def test_a_forward_beside_that_waits_for_its_backward() -> None:
     model, expected = pair()
     waiting = model(*batch(1))
@@ -203,16 +215,19 @@ def test_a_gradient_that_was_rounded_otherwise_is_the_announced_one() -> None:
 def test_where_the_host_does_not_wait_another_gradient_leaves_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, whose answer the host does not read."""
     monkeypatch.setattr(in_forward, "poison_of", lambda *_: torch.tensor([float("nan")]))
-    head = LinearCrossEntropy(K, V, mode="in_forward")
+    head = LinearCrossEntropy(K, V, bias=True, mode="in_forward")
     model = ddp(head)
     x = torch.randn(TOKENS, K, requires_grad=True)
     (2 * model(x, torch.arange(TOKENS))).backward()
     assert x.grad is not None and x.grad.isnan().all()
+    assert head.bias.main_grad.isnan().all()
     assert head.weight.main_grad.isnan().any(), "norms and checks of gradients find it"
 
 
 @pytest.mark.parametrize(
-    "scale", [torch.tensor(1024.0), torch.tensor([[0.5]]), 0.0], ids=["0-dim", "2-dim", "none left"]
+    "scale",
+    [torch.tensor(1024.0), torch.tensor([[0.5]]), 0.0, torch.tensor(0.25, dtype=torch.float64), torch.tensor(3)],
+    ids=["0-dim", "2-dim", "none left", "fp64", "an integer"],
 )
 def test_scales_of_many_kinds(scale: Any) -> None:
     plain, model = ddp(Model("recompute")), ddp(Model("in_forward"))
@@ -344,6 +359,20 @@ def test_an_iteration_may_end_after_a_forward_whose_graph_is_gone() -> None:
     model.finish_grad_sync()
     assert not model.module.head.weight.main_grad.any()
     check(model, expected)
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_where_autograd_delivers_any_gradient_may_come(hooked: bool) -> None:
+    """By the module's option, or for a hook on the weight."""
+    head = LinearCrossEntropy(K, V, mode="in_forward", fuse_wgrad_accumulation=hooked)
+    model, weight = ddp(head), head.weight.detach().clone().requires_grad_()
+    if hooked:
+        head.weight.register_hook(lambda grad: 2 * grad)
+    x, targets = torch.randn(4, K), torch.arange(4)
+    (3 * model(x, targets)).backward()
+    torch.nn.functional.cross_entropy(x @ weight.T, targets).backward()
+    assert weight.grad is not None and model.records[0].num_fused_writes == 0
+    torch.testing.assert_close(head.weight.main_grad, (6 if hooked else 3) * weight.grad)
 
 
 def test_under_a_foreign_provider_any_gradient_may_come() -> None:

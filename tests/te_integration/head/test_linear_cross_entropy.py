@@ -3,6 +3,7 @@
 import copy
 import gc
 import itertools
+import weakref
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from maingrad.ddp import DistributedDataParallel
 from maingrad.kernels.cross_entropy.chunks import head_losses
 from maingrad.kernels.cross_entropy.reference import LossTerms
 from maingrad.te_integration import (
@@ -284,6 +286,10 @@ def test_transforms_and_second_derivatives(mode: Any) -> None:
     ddp = wrap(head)
     found = torch.func.grad(lambda x: head(x, targets))(hidden.detach())
     torch.testing.assert_close(found, torch.autograd.grad(head(hidden, targets), hidden)[0])
+    narrow = LinearCrossEntropy(K, V, bias=True, mode=mode, **options)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = torch.func.grad(lambda x: narrow(x, targets))(hidden.detach())
+        torch.testing.assert_close(found, torch.autograd.grad(narrow(hidden, targets), hidden)[0])
     with pytest.raises(RuntimeError, match="second derivatives"):
         head(hidden, targets).backward(create_graph=True)
     ddp.abandon_iteration()
@@ -400,6 +406,8 @@ def test_refused_arguments() -> None:
         LinearCrossEntropy(K, V, mode="in_forward")(hidden, targets, reduction="none")
     with pytest.raises(ValueError, match="lm_head takes 8 features"):
         head(hidden[..., :4], targets)
+    with pytest.raises(ValueError, match=r"lm_head takes 8 features in the last dim, got \(\)"):
+        head(torch.tensor(1.0), targets)
     with pytest.raises(ValueError, match=r"needs targets \(3, 5\)"):
         head(hidden, targets[:2])
     for dtype in (torch.float32, torch.complex64, torch.bool):
@@ -415,11 +423,19 @@ def test_names_and_state_are_those_of_a_linear_layer() -> None:
     linear.load_state_dict(head.state_dict())
     assert isinstance(head, nn.Linear)
     assert torch.equal(copy.deepcopy(head).weight, linear.weight)
-    assert "mode=recompute, chunk_tokens=2048, z_loss=0.5" in repr(head)
+    sizes = f"in_features={K}, out_features={V}, bias=True, reduction=mean"
+    assert f"{sizes}, mode=recompute, chunk_tokens=2048, z_loss=0.5" in repr(head)
+    assert "bias=False" in repr(LinearCrossEntropy(K, V))
     options: Any = {"ignore_index": 0, "label_smoothing": 0.1, "z_loss": 0.5, "logit_softcap": 2.0, "logit_scale": 0.25}
     assert ", ".join(f"{name}={value}" for name, value in options.items()) in repr(LinearCrossEntropy(K, V, **options))
     made = LinearCrossEntropy(K, V, bias=True, params_dtype=torch.bfloat16, device="meta")
     assert all(param.is_meta and param.dtype is torch.bfloat16 for param in made.parameters())
+
+
+def test_options_at_their_bounds() -> None:
+    head = LinearCrossEntropy(K, V, label_smoothing=1.0, chunk_tokens=1)
+    hidden, targets = data(dtype=torch.float32)
+    torch.testing.assert_close(head(hidden, targets, reduction="sum"), plain_losses(head, hidden, targets).sum())
 
 
 def test_targets_of_other_integers() -> None:
@@ -488,6 +504,28 @@ def test_logits_of_one_chunk_are_not_computed_again() -> None:
     assert all(map(torch.equal, grads, again))
 
 
+@pytest.mark.parametrize("mode, early", [("recompute", 0), ("in_forward", 1)])
+def test_products_of_gradients_that_nobody_needs_are_left_out(mode: Any, early: int) -> None:
+    """Four chunks, of which backward computes the logits of three again."""
+    for needs_dx, needs_dw in itertools.product((False, True), repeat=2):
+        head = LinearCrossEntropy(K, V, mode=mode, chunk_tokens=4).requires_grad_(needs_dw)
+        ddp = DistributedDataParallel(nn.ModuleList([head, nn.Linear(1, 1)]))
+        hidden, targets = data(dtype=torch.float32)
+        hidden = hidden.detach().requires_grad_(needs_dx)
+        with _Products() as forward:
+            loss = head(hidden, targets)
+        with _Products() as backward:
+            if loss.requires_grad:
+                loss.backward()
+        grads = 4 * (needs_dx + needs_dw)
+        again = 3 if grads and not early else 0
+        assert (forward.count, backward.count) == (4 + early * grads, (1 - early) * grads + again)
+        with torch.no_grad(), _Products() as evaluation:
+            head(hidden, targets)
+        assert evaluation.count == 4
+        ddp.zero_grad()
+
+
 def test_a_second_pass_computes_the_weight_gradient_alone() -> None:
     """As where a captured backward has computed the other gradients before it."""
     hidden, targets = data((15,))
@@ -495,10 +533,14 @@ def test_a_second_pass_computes_the_weight_gradient_alone() -> None:
     F.cross_entropy(F.linear(hidden, weight), targets, reduction="sum").backward()
     head = head_of(hidden.detach(), weight.detach(), None, targets, LossTerms(), 4)
     ones, lse = torch.ones(15, dtype=torch.float64), head_losses(head)[1]
-    work = HeadWork(head, ones, lse, needs_hidden=True, needs_bias=False)
+    first = F.linear(head.hidden[:4], head.weight)
+    logits = weakref.ref(first)
+    work = HeadWork(head, ones, lse, first, needs_hidden=True, needs_bias=False)
+    del first
     main_grad = torch.full_like(weight, torch.nan).detach()
     found = work.run().hidden
     torch.testing.assert_close(found, hidden.grad)
+    assert logits() is None, "a capture keeps the work"
     assert work.run(main_grad, overwrite=True).hidden is found
     torch.testing.assert_close(main_grad, weight.grad)
     work.run(main_grad)
@@ -520,6 +562,16 @@ def test_forwards_whose_backwards_come_later_keep_one_chunk() -> None:
     grads = [torch.autograd.grad(2 * head(hidden, targets), head.weight)[0] for head in heads]
     for head, expected in zip(heads, grads, strict=True):
         torch.testing.assert_close(head.weight.grad, expected)
+
+
+def test_a_loss_that_is_let_go_keeps_nothing() -> None:
+    head = LinearCrossEntropy(K, V, dtype=torch.float64, chunk_tokens=4)
+    rows, targets = data((15,))
+    hidden = rows * 2
+    kept = weakref.ref(hidden)
+    loss = head(hidden, targets)
+    del hidden, loss
+    assert kept() is None
 
 
 @pytest.mark.in_turn

@@ -128,6 +128,7 @@ def test_layers_are_split_over_chunks():
         ({"num_layers_per_chunk": [2, 2, 2], "num_layers": 6}, "not both"),
         ({"num_layers_per_chunk": [2, 2, 2], "num_layers": 0}, "not both"),
         ({"num_layers_per_chunk": [2, 2], "num_chunks": 3}, "has 2 entries, num_chunks is 3"),
+        ({"num_layers_per_chunk": [2, 2, 2], "num_chunks": 2}, "has 3 entries, num_chunks is 2"),
         ({"num_chunks": 0}, "num_chunks must be a positive int, not 0"),
         ({"num_chunks": True}, "num_chunks must be a positive int, not True"),
     ],

@@ -158,16 +158,17 @@ def test_a_module_shared_by_chunks_runs_in_turn_or_is_refused():
     )
 
 
-def test_a_plain_loop_after_a_failed_run_computes_what_it_delays():
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
+def test_a_plain_loop_after_a_failed_run_computes_what_it_delays(error):
     """Where its gradients are read: no part of the failed run is waited for."""
     chunks, plain = make_chunks(fused, [[True], [True]]), make_chunks(unfused, [[False], [False]])
     ddp = DistributedDataParallel(chunks)
 
     def fails(y, microbatch):
-        raise ZeroDivisionError
+        raise error
 
     executor = ScheduleExecutor(parse_order([1, 2, -2, -2.5, -1, -1.5]), list(chunks))
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(error):
         executor.run(batches(1), fails)
     ddp.abandon_iteration()
     plain_losses(chunks, batches(1))

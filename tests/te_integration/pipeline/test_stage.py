@@ -181,8 +181,8 @@ def test_without_a_provider_gradients_are_in_grad() -> None:
     assert all(map(torch.equal, ours, plain))
 
 
-def in_slots(delay_wgrad: bool) -> tuple[list[int], list[torch.Tensor]]:
-    """By stage, how many weight gradients waited for their W slot; and all gradients."""
+def in_slots(delay_wgrad: bool) -> tuple[list[list[int]], list[torch.Tensor]]:
+    """By stage, the microbatches whose weight gradients waited for their W slot; and all gradients."""
     torch.manual_seed(0)
     layers = [Linear(WIDTH, WIDTH) for _ in range(2)]
     stages = [
@@ -193,13 +193,13 @@ def in_slots(delay_wgrad: bool) -> tuple[list[int], list[torch.Tensor]]:
     x, target = batch(0, 0, 2)
     schedule = pipelining.ScheduleInterleavedZeroBubble(stages, 2, loss_fn, scale_grads=False)
     schedule.step(x, target=target, losses=[])
-    waited = [len(stage.queue.log or ()) for stage in stages]
+    waited = [[record.microbatch for record in stage.queue.log or ()] for stage in stages]
     return waited, [param.grad for layer in layers for param in layer.parameters()]
 
 
 def test_a_stage_that_does_not_delay_computes_weight_gradients_in_its_backwards() -> None:
     ((waited, grads),), ((delayed, expected),) = (simulate(in_slots, 1, delay_wgrad) for delay_wgrad in (False, True))
-    assert (waited, delayed) == ([0, 0], [2, 2])
+    assert (waited, delayed) == ([[], []], [[0, 1], [0, 1]])
     assert all(map(torch.equal, grads, expected))
 
 

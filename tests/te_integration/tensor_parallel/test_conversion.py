@@ -1,13 +1,16 @@
 """Conversion of models that transformers has cut by their ``tp_plan``."""
 
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
 from parallel_llama import make_mesh
 from torch import nn
 
 from maingrad.ddp import DistributedDataParallel
 from maingrad.launch.simulation.simulate import simulate
-from maingrad.te_integration import convert_linears, unconvert
+from maingrad.te_integration import Linear, convert_linears, unconvert
 
 pytest.importorskip("transformers")
 from cut_transformers import cut, loss_of, make
@@ -19,7 +22,8 @@ def test_conversion_of_a_cut_model_may_be_undone() -> None:
         model = make("Llama")
         cut(model, mesh)
         loss = loss_of(model, 0)
-        convert_linears(model)
+        names = {name.rpartition(".")[2] for name in convert_linears(model).converted}
+        assert names >= {"q_proj", "o_proj", "up_proj", "down_proj", "lm_head"}
         torch.testing.assert_close(loss_of(model, 0), loss)
         unconvert(model)
         assert type(model.lm_head) is nn.Linear
@@ -48,3 +52,18 @@ def test_a_head_that_is_cut_keeps_its_loss(order: str) -> None:
 
     for text in simulate(on_each_rank, 2):
         assert "slice" in text
+
+
+def test_an_unfused_layer_whose_weight_is_a_slice_is_converted() -> None:
+    def on_each_rank() -> None:
+        torch.manual_seed(0)
+        layer: Any = Linear(8, 16, parallel_mode="column", tp_group=dist.group.WORLD, bias=False)
+        assert unconvert(layer) == () and type(layer) is not Linear
+        assert convert_linears(layer).converted == ("",)
+        alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+        wrapped = DistributedDataParallel(layer, process_group=alone)
+        wrapped(torch.ones(2, 8)).sum().backward()
+        assert torch.equal(layer.weight.main_grad, torch.full((8, 8), 2.0))
+        assert wrapped.records[0].num_fused_writes == 1
+
+    simulate(on_each_rank, 2)
