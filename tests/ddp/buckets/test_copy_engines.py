@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from reaching_ranks import everywhere
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from maingrad.ddp import WORLD_OF_ONE, DistributedDataParallel, DistributedDataParallelConfig
 from maingrad.ddp.buckets import buffer, copy_engines
@@ -163,6 +164,37 @@ def test_bytes_are_those_of_parameters_that_ranks_gather(monkeypatch: pytest.Mon
 
     simulate(run, 2)
     assert seen == {rank: [(16 * 64 * 2, 2)] for rank in range(2)}
+
+
+def test_all_ranks_of_the_model_choose_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those with other slices too; and kinds of parameters with the same ranks share one group."""
+    asked: list[set[int]] = []
+    made: list[str] = []
+    separate = copy_engines.with_separate_gather
+
+    def choose(gathers: list[Gather], axes: Any, *_: object) -> bool:
+        asked.append({rank for group in axes for rank in dist.get_process_group_ranks(group)})
+        return False
+
+    def make(grid: Any, **options: Any) -> Any:
+        made.append(f"{len(grid.ranks)} ranks")
+        return separate(grid, **options)
+
+    monkeypatch.setattr(copy_engines, "choose_copy_engines", choose)
+    monkeypatch.setattr(copy_engines, "with_separate_gather", make)
+    config = DistributedDataParallelConfig(
+        use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True
+    )
+
+    def run() -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        DistributedDataParallel(
+            nn.Linear(4, 4), config, process_group=mesh["dp"], tensor_parallel_group=mesh["tp"].get_group()
+        )
+
+    simulate(run, 4)
+    assert asked == [{0, 1, 2, 3}] * 4
+    assert sorted(made) == ["2 ranks"] * 4 + ["4 ranks"] * 4
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer, save_checkpoint
 from maingrad.ddp.collectives import step_check
 from maingrad.ddp.collectives.failure_report import FailureReporter
-from maingrad.ddp.collectives.rank_grid import make_grid
+from maingrad.ddp.collectives.rank_grid import make_grid, with_separate_gather
 from maingrad.ddp.collectives.step_check import StepCheck
 from maingrad.launch import simulate
 
@@ -543,6 +543,28 @@ def test_experts_that_differ_are_told_to_all_instances() -> None:
     """Two comparisons later: those inside instances and across them are alike."""
     texts = compared(["fs", "fs", "fs", "ft"], [["f"]] * 4, instances=2, experts=True)
     assert all("gathered second on rank 2, third on rank 3" in text for text in texts), texts
+
+
+def test_the_comparison_travels_over_the_groups_of_gathers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buckets of another wrapper may be launched before it on one rank, and behind it on another."""
+    groups: list[Any] = []
+    all_reduce = dist.all_reduce
+
+    def reduce(*arguments: Any, group: Any, **options: Any) -> Any:
+        groups.append(group)
+        return all_reduce(*arguments, group=group, **options)
+
+    monkeypatch.setattr(dist, "all_reduce", reduce)
+
+    def on_each_rank() -> Any:
+        grid = with_separate_gather(make_grid(None))
+        steps = StepCheck(grid, FailureReporter(), torch.device("cpu"), None, [grid])
+        steps.start()
+        steps.finish()
+        assert grid.gather is not grid.inner
+        return grid.gather
+
+    assert set(simulate(on_each_rank, 2)) == set(groups)
 
 
 def test_steps_before_an_iteration_that_was_given_up_count() -> None:

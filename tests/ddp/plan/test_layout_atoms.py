@@ -230,6 +230,20 @@ def test_parameters_are_aligned_where_borders_are_not() -> None:
         assert (list(starts(plan).values()), plan.numel) == (at, 16 * shard_numel)
 
 
+@pytest.mark.parametrize(
+    ("numels", "atoms", "degree", "shard_numel"),
+    [
+        ([720, 640, 1152], [144, 160, 96], 3, 960),  # a multiple of both atoms of most elements
+        ([672, 864, 768, 1728, 576, 1056], [96, 96, 96, 192, 96, 96], 3, 1984),  # of the alignment alone
+        ([1280, 1344, 3520, 320, 960], [320, 192, 320, 320, 320], 3, 2560),  # of the atom of most elements
+    ],
+)
+def test_shards_are_multiples_of_what_makes_them_short(
+    numels: list[int], atoms: list[int], degree: int, shard_numel: int
+) -> None:
+    assert arrange(numels, atoms, degree, 8).shard_numel == shard_numel
+
+
 def test_experts_on_other_ranks_have_borders_of_their_own() -> None:
     specs = [spec("dense", 6, 192, atom=192), spec("expert", 5, 320, atom=320, grid_name="expert")]
     plan = plan_gradients(specs, shard_degree={"dense": 4, "expert": 2})
