@@ -416,6 +416,32 @@ def test_gradients_are_not_scaled_in_a_backward_that_adds_to_them() -> None:
         out.sum().backward()
 
 
+def test_a_step_may_come_in_the_backward_of_another_model() -> None:
+    model, other = DistributedDataParallel(nn.Linear(3, 3)), nn.Linear(3, 3)
+    optimizer = DistributedOptimizer(model)
+    before = model.module.weight.detach().clone()
+    model(torch.ones(1, 3)).sum().backward()
+    out = other(torch.ones(1, 3))
+    out.register_hook(lambda grad: optimizer.step() and None)
+    out.sum().backward()
+    assert not torch.equal(model.module.weight, before)
+
+
+def test_a_delayed_gradient_that_comes_last_is_reduced_beside_what_was_not_used() -> None:
+    """The backward is over, so that the bucket waits for nothing else."""
+    net = nn.ModuleList(Linear(4, 4, bias=False, fuse_wgrad_accumulation=True) for _ in range(2))
+    model = DistributedDataParallel(net, DistributedDataParallelConfig(overlap_grad_reduce=True))
+    (bucket,) = model.buckets
+    queue = WgradQueue()
+    model.module.forward = net[0].forward
+    with delayed_wgrad(queue):
+        loss = model(torch.ones(2, 4)).sum()
+    loss.backward()
+    assert bucket.phase.value == "accumulating"
+    queue.drain()
+    assert bucket.phase.value == "reducing"
+
+
 def test_a_refused_reduction_leaves_nothing_that_zero_grad_would_not_clear() -> None:
     """No gradient was reduced, and one was put into .grad by hand."""
     net = nn.Linear(3, 3)

@@ -105,6 +105,12 @@ def test_long_lists_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "rank 8 and 991 more: look whether" in line
 
 
+@pytest.mark.parametrize(("world_size", "end"), [(9, "rank 7, rank 8: look"), (10, "rank 8 and 1 more: look")])
+def test_a_list_that_fits_is_not_cut(world_size: int, end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failure_report, "PATIENCE", 0.1)
+    assert end in ask_others(dist.HashStore(), 1, world_size, "all_reduce of bucket 0")[1][0].replace("rank 0, ", "")
+
+
 @pytest.mark.parametrize(
     ("backends", "active"), [("cpu:gloo,cuda:nccl", True), ("nccl", True), ("gloo", True), ("simulated", False)]
 )
