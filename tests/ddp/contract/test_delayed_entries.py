@@ -277,8 +277,11 @@ def test_pending_gradients_are_computed_in_bucket_order_and_each_once() -> None:
         assert entry.is_last_of(record) is (number == 0)
     foreign = DelayedWgrad(lambda *_: None, (torch.ones(1),), records[:1], "theirs", 0)
     assert foreign.pending.compute is None
+    first = DelayedWgrad(lambda *_: None, (torch.ones(1),), records[1:], "layer", 0)
+    first.pending.order = (-1, 0)
+    first.pending.compute = lambda: done.append(2)  # type: ignore[misc]
     compute_pending(records)
-    assert done == [0, 1]
+    assert done == [2, 0, 1]
 
 
 def test_a_queue_that_was_let_go_is_named() -> None:

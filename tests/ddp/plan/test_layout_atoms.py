@@ -45,6 +45,7 @@ def cut_inside(bucket: BucketLayout, slot: ParamSlot) -> list[int]:
         ((), "whole", 1),
         ((), 128, 128),
         ((4, 0), "row", 1),
+        ((4, 0), 2, 1),
         ((0, 4), "whole", 1),
     ],
 )
