@@ -62,6 +62,8 @@ def test_all_ranks_choose_copy_engines_where_all_can(monkeypatch: pytest.MonkeyP
     everywhere(monkeypatch)
     assert choices(2) == [True] * 2
     assert choices(2, nbytes=LARGE - 2) == [False] * 2
+    monkeypatch.setattr(copy_engines, "_peers", None)
+    assert not choose_copy_engines([], [], CPU, FailureReporter()), "nobody is asked where nothing is gathered"
 
 
 @pytest.mark.parametrize("rank", [0, 2])
@@ -166,7 +168,8 @@ def test_bytes_are_those_of_parameters_that_ranks_gather(monkeypatch: pytest.Mon
     assert seen == {rank: [(16 * 64 * 2, 2)] for rank in range(2)}
 
 
-def test_all_ranks_of_the_model_choose_together(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("chosen", [False, True])
+def test_all_ranks_of_the_model_choose_together(chosen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those with other slices too; and kinds of parameters with the same ranks share one group."""
     asked: list[set[int]] = []
     made: list[str] = []
@@ -174,11 +177,12 @@ def test_all_ranks_of_the_model_choose_together(monkeypatch: pytest.MonkeyPatch)
 
     def choose(gathers: list[Gather], axes: Any, *_: object) -> bool:
         asked.append({rank for group in axes for rank in dist.get_process_group_ranks(group)})
-        return False
+        return chosen
 
     def make(grid: Any, **options: Any) -> Any:
         made.append(f"{len(grid.ranks)} ranks")
-        return separate(grid, **options)
+        assert options == {"copy_engines": chosen}
+        return separate(grid)
 
     monkeypatch.setattr(copy_engines, "choose_copy_engines", choose)
     monkeypatch.setattr(copy_engines, "with_separate_gather", make)
@@ -238,6 +242,8 @@ def test_what_cannot_gather_by_copy_engines_is_refused_where_it_is_asked_to(
         got = ", ".join(sorted(backends))
         with pytest.raises(ValueError, match=f"the option needs parameters on CUDA, .*; got cuda:0 and {got};"):
             check_copy_engines(True, backends, gpu, "the option")
+    with pytest.raises(ValueError, match="the option needs parameters on CUDA, .*; got cpu"):
+        check_copy_engines(True, backends, CPU, "the option")
 
 
 # ---- Mapped memory. ----

@@ -196,6 +196,9 @@ def test_an_iteration_that_goes_on_after_a_read_and_is_discarded_leaves_nothing(
         each(batch(0, 2)).square().mean().backward()
     for mine, plain in zip(net.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(mine.grad.norm(), plain.grad.norm(), rtol=1e-12, atol=1e-12)
+    model(batch(0, 3)).square().mean().backward()
+    assert net.weight.grad.norm() > 0
+    assert all(bucket.carried is None for bucket in model.buckets), "memory that nothing is added from any more"
 
 
 class Ends(nn.Module):
@@ -427,13 +430,14 @@ def test_a_step_may_come_in_the_backward_of_another_model() -> None:
     assert not torch.equal(model.module.weight, before)
 
 
-def test_a_delayed_gradient_that_comes_last_is_reduced_beside_what_was_not_used() -> None:
+@pytest.mark.parametrize("used", [0, 1])
+def test_a_delayed_gradient_that_comes_last_is_reduced_beside_what_was_not_used(used: int) -> None:
     """The backward is over, so that the bucket waits for nothing else."""
     net = nn.ModuleList(Linear(4, 4, bias=False, fuse_wgrad_accumulation=True) for _ in range(2))
     model = DistributedDataParallel(net, DistributedDataParallelConfig(overlap_grad_reduce=True))
     (bucket,) = model.buckets
     queue = WgradQueue()
-    model.module.forward = net[0].forward
+    model.module.forward = net[used].forward
     with delayed_wgrad(queue):
         loss = model(torch.ones(2, 4)).sum()
     loss.backward()

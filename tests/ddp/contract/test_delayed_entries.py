@@ -360,17 +360,19 @@ def test_parameters_that_are_made_anew_are_marked_and_a_copy_tells_nobody() -> N
 @pytest.mark.parametrize("give_up", ["zero_grad", "forget_iteration"])
 def test_what_nobody_can_compute_any_more_is_given_up(give_up: str) -> None:
     """By a program, or after a capture that failed: what another queue still holds is to be computed."""
-    layers = nn.Sequential(*[Linear(4, 4, bias=False, fuse_wgrad_accumulation=True) for _ in range(2)])
+    layers = nn.Sequential(*[Linear(4, 4, bias=False, fuse_wgrad_accumulation=True) for _ in range(3)])
     ddp = DistributedDataParallel(layers)
     let_go, kept = WgradQueue(), WgradQueue()
     with delayed_wgrad(let_go):
         x = layers[0](torch.ones(2, 4))
     with delayed_wgrad(kept):
         x = layers[1](x)
+    with delayed_wgrad(let_go):
+        x = layers[2](x)
     x.sum().backward()
     del let_go
     gc.collect()
-    with pytest.raises(RuntimeError, match=r"of 2 parameter\(s\) are pending: .* Where the queue was let go, model"):
+    with pytest.raises(RuntimeError, match=r"of 3 parameter\(s\) are pending: .* Where the queue was let go, model"):
         ddp.start_grad_sync()
     with pytest.raises(
         RuntimeError, match=r"zero_grad_buffer\(\) while .* of 1 parameter\(s\) are pending: '1.weight'"
@@ -378,6 +380,6 @@ def test_what_nobody_can_compute_any_more_is_given_up(give_up: str) -> None:
         getattr(ddp, give_up)()
     kept.drain()
     getattr(ddp, give_up)()
-    layers(torch.ones(2, 4)).sum().backward()
+    layers[1](layers[0](torch.ones(2, 4))).sum().backward()
     ddp.finish_grad_sync()
     assert torch.equal(layers[0].weight.main_grad, 2 * layers[1].weight.sum(0)[:, None].expand(4, 4))  # type: ignore
