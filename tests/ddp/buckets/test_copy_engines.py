@@ -242,7 +242,7 @@ def test_what_cannot_gather_by_copy_engines_is_refused_where_it_is_asked_to(
         got = ", ".join(sorted(backends))
         with pytest.raises(ValueError, match=f"the option needs parameters on CUDA, .*; got cuda:0 and {got};"):
             check_copy_engines(True, backends, gpu, "the option")
-    with pytest.raises(ValueError, match="the option needs parameters on CUDA, .*; got cpu"):
+    with pytest.raises(ValueError, match=r"the option needs parameters on CUDA, .*; got cpu"):
         check_copy_engines(True, backends, CPU, "the option")
 
 
