@@ -92,6 +92,15 @@ def test_parameters_without_elements_take_no_place() -> None:
     assert least_shard_numel([0, 0], [1, 96], 2, 64) == arrange([0, 0], [1, 96], 2, 64).shard_numel == 64
 
 
+@pytest.mark.parametrize(("atom", "starts"), [(1, [0, 128]), (64, [0, 128]), (128, [0, 192])])
+def test_of_equal_parameters_the_first_comes_first(atom: int, starts: list[int]) -> None:
+    assert walk([ParamSize(128, atom), ParamSize(128, atom)], 192) == (starts, starts[1] + 128)
+
+
+def test_a_single_element_fills_what_others_leave() -> None:
+    assert walk([ParamSize(1, 1), ParamSize(192, 64)], 192) == ([192, 0], 193)
+
+
 def test_no_border_at_an_odd_element_is_between_atoms_of_64() -> None:
     """With more ranks than 128 shards have any length."""
     assert walk([ParamSize(128, 64)], 97) is None
