@@ -209,6 +209,8 @@ def test_small_buckets_of_the_rest_take_in_what_makes_their_shards_even() -> Non
     """The last one, 256, has its shard beside two of 128."""
     params = [Whole(size, float(size)) for size in (64, 64, 128, 128, 256)]
     assert rows_of(params, 1, 2) == [[0, 1], [2, 3, 4]]
+    more = [Whole(size, float(size)) for size in (384, 256, 320, 128, 128, 64)]
+    assert rows_of(more, 200, 2) == [[0, 1, 2, 3, 4, 5]], "two buckets have more padding than one"
 
 
 def test_where_no_rank_has_room_the_costliest_pile_goes_to_the_rank_that_has_least() -> None:
@@ -373,6 +375,12 @@ def test_a_large_parameter_leaves_the_other_buckets_to_the_small_ones() -> None:
     # A quarter of all, 275, would make two buckets: 1000, and 10 times 10.
     plan = plan_gradients([spec("embedding", 1000), *(spec(f"p{i}", 10) for i in range(10))], num_buckets=4)
     assert [len(bucket.slots) for bucket in plan.buckets] == [1, 4, 4, 2]
+
+
+def test_the_size_grows_until_the_rest_of_whole_parameters_leaves_no_bucket_too_many() -> None:
+    numels = [192, 2112, 192, 448, 2112, 448, 2112, 576, 448, 768, 576]
+    specs = [spec(f"p{index}", numel) for index, numel in enumerate(numels)]
+    assert len(plan_gradients(specs, shard_degree=2, num_buckets=3, keep_params_whole=True).buckets) == 3
 
 
 def test_each_buffer_has_so_many_buckets_and_those_apart_count() -> None:

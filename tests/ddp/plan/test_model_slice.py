@@ -21,6 +21,7 @@ from maingrad.ddp.plan.owned_params import (
     take_marks,
 )
 from maingrad.launch import simulate
+from maingrad.te_integration import Linear
 
 
 def _marked(shape, **marks):
@@ -160,12 +161,24 @@ def test_matrices_that_stay_whole_are_two_dims_of_a_stack_of_them_each():
     model["none"] = torch.zeros(2, 0, 3)
     model["vector"] = torch.zeros(8)
     config = DistributedDataParallelConfig(
-        use_distributed_optimizer=True, keep_matrices_whole=["matrix", "stack", "kernel", "none"]
+        use_distributed_optimizer=True, keep_matrices_whole=["matrix", "stack", "ker*", "none"]
     )
     plan = plan_model(find_owned_params(model), config, shard_degree=2)
     specs = {slot.spec.name: slot.spec for bucket in plan.buckets for slot in bucket.slots}
     assert {name for name, spec in specs.items() if spec.whole} == {"matrix", "kernel"}
     assert {name: spec.atom for name, spec in specs.items() if spec.matrices} == {"stack": 8, "none": 1}
+
+
+def test_a_weight_is_the_modules_alone_if_all_owners_write_its_gradient():
+    for other, alone in ((Linear(2, 2, bias=False), True), (nn.Linear(2, 2, bias=False), False)):
+        model = nn.Sequential(Linear(2, 2, fuse_wgrad_accumulation=True), other)
+        if alone:
+            model[1] = Linear(2, 2, bias=False, fuse_wgrad_accumulation=True)
+        model[1].weight = model[0].weight
+        assert {owned.name: owned.ours_alone for owned in find_owned_params(model)} == {
+            "0.weight": alone,
+            "0.bias": False,
+        }
 
 
 def test_a_mark_delays_a_parameter_whichever_module_owns_it():
