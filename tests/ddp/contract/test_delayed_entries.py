@@ -22,8 +22,9 @@ from maingrad.ddp.contract.delayed import (
     live_queue,
 )
 from maingrad.ddp.contract.grouped_wgrad import GroupedWgrad
-from maingrad.ddp.contract.main_grad import is_delayed
-from maingrad.ddp.contract.record import GradRecord
+from maingrad.ddp.contract.main_grad import attach, is_delayed
+from maingrad.ddp.contract.module import take_grad_of_backward_dw
+from maingrad.ddp.contract.record import GradRecord, PendingWgrad
 from maingrad.te_integration import GroupedLinear, Linear, WgradQueue, delayed_wgrad
 
 
@@ -95,6 +96,43 @@ def test_a_lost_gradient_is_said_once_to_who_steps_over_its_weight() -> None:
     gc.collect()
     assert entry.is_orphaned
     step_over(weight)
+    forgotten = weakref.ref(entry)
+    del entry
+    gc.collect()
+    assert forgotten() is None, "nobody can step over its weight"
+
+
+def test_a_product_on_one_stream_needs_its_operands_no_more() -> None:
+    entry = entry_of(nn.Parameter(torch.zeros(2)))
+    assert not entry.in_use
+    entry.run()
+    assert not entry.in_use and not entry.waits
+
+
+def test_a_fused_gradient_that_is_delayed_without_a_provider_is_refused_in_backward() -> None:
+    weight, queue = nn.Parameter(torch.zeros(2, 2)), WgradQueue()
+    target = DelayedTarget([weight], ["weight"], GroupedWgrad([weight]), "layer", fused=True, queue=queue)
+    with pytest.raises(RuntimeError, match=r"layer, weight: .* needs weight.main_grad, and nobody provided it"):
+        target.resolve([True])
+    assert target.resolve([False]) == [None]
+    unfused = DelayedTarget([weight], ["weight"], GroupedWgrad([weight]), "layer", fused=False, queue=queue)
+    (place,) = unfused.resolve([True])
+    assert place is not None and place.weight is weight
+
+
+def test_what_others_delay_is_given_up_by_nobody_but_them() -> None:
+    record = GradRecord("weight", torch.zeros(2), first_write_overwrites=False, shared=False)
+    theirs, ours = PendingWgrad("theirs"), PendingWgrad("ours")
+    ours.lost = True
+    record.pending = [theirs, ours]
+    record.forget_lost()
+    assert record.pending == [theirs]
+    param = nn.Parameter(torch.zeros(2))
+    attach(param, record)
+    with pytest.raises(RuntimeError, match=r"parameter 'weight': another.backward_dw\(\) ran more often than"):
+        take_grad_of_backward_dw(param, record, "another")
+    take_grad_of_backward_dw(param, record, "theirs")
+    assert record.pending == []
 
 
 @pytest.mark.parametrize("changed", [0, 1, 2])
