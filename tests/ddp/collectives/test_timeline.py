@@ -120,6 +120,21 @@ def test_what_is_under_way_at_the_end_is_finished_there() -> None:
     flight.wait()
     timeline.wait("bucket 0", "all_gather", lambda: None)
     assert timeline.waits == [], "after the recording"
+    spans = [*timeline.gathers]
+    timeline._watcher = None
+    timeline.close()
+    assert timeline.gathers == spans, "each once"
+
+
+@pytest.mark.parametrize("threads", [True, False])
+def test_a_collective_that_is_watched_keeps_its_memory(threads: bool) -> None:
+    timeline, memory = recording(threads=threads), torch.ones(2)
+    work = SlowWork()
+    work.finish_in(0.0)
+    flight = timeline.launch("bucket 0", "all_gather", lambda: 64, lambda: InFlight(work, (memory,)))
+    assert len(flight.tensors) == 1 and flight.tensors[0] is memory
+    flight.wait()
+    timeline.close()
 
 
 def test_a_block_that_raises_ends_the_recording() -> None:

@@ -16,6 +16,7 @@ from loops import (
 from torch import nn
 
 from maingrad.ddp import DistributedOptimizer, add_grad
+from maingrad.ddp.contract import main_grad
 from maingrad.ddp.contract.main_grad import (
     Demand,
     add_to_main_grad,
@@ -287,6 +288,10 @@ def test_a_sparse_gradient_is_added_or_copied_as_a_dense_one(overwrites: bool) -
         assert record.view.tolist() == [0, 5 * times]
 
 
-def test_a_gradient_with_a_graph_is_returned() -> None:
-    with torch.enable_grad():
-        assert demand(None) is Demand.RETURN
+def test_a_gradient_with_a_graph_is_returned(monkeypatch: pytest.MonkeyPatch) -> None:
+    for wanted, expected in ((True, Demand.ACCUMULATE), (False, Demand.NOTHING)):
+        monkeypatch.setattr(main_grad, "will_execute", lambda node, wanted=wanted: wanted)
+        with torch.no_grad():
+            assert demand(None) is expected
+        with torch.enable_grad():
+            assert demand(None) is Demand.RETURN
