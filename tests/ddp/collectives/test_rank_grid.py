@@ -145,6 +145,7 @@ def test_a_grid_may_have_the_ranks_of_whole_copies() -> None:
         column = make_grid(mesh["outer", "inner"])
         grid = column._replace(tensor=mesh["tp"].get_group())
         assert (column.size, grid.size, len(list(grid.axes))) == (4, 8, 3)
+        assert (column.leaves_ranks_out, grid.leaves_ranks_out) == (True, False)
         assert (
             len({column.groups, grid.groups, grid._replace(outer=None).groups, grid._replace(gather=None).groups}) == 3
         )

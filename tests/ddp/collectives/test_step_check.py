@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer, save_checkpoint
 from maingrad.ddp.collectives import step_check
 from maingrad.ddp.collectives.failure_report import FailureReporter
-from maingrad.ddp.collectives.rank_grid import make_grid, with_separate_gather
+from maingrad.ddp.collectives.rank_grid import make_grid
 from maingrad.ddp.collectives.step_check import StepCheck
-from maingrad.ddp.collectives.streams import capturing
 from maingrad.launch import simulate
 
 KINDS = ("ddp", "ddp, overlapped", "zero1")
@@ -546,28 +545,6 @@ def test_experts_that_differ_are_told_to_all_instances() -> None:
     assert all("gathered second on rank 2, third on rank 3" in text for text in texts), texts
 
 
-def test_the_comparison_travels_over_the_groups_of_gathers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Buckets of another wrapper may be launched before it on one rank, and behind it on another."""
-    groups: list[Any] = []
-    all_reduce = dist.all_reduce
-
-    def reduce(*arguments: Any, group: Any, **options: Any) -> Any:
-        groups.append(group)
-        return all_reduce(*arguments, group=group, **options)
-
-    monkeypatch.setattr(dist, "all_reduce", reduce)
-
-    def on_each_rank() -> Any:
-        grid = with_separate_gather(make_grid(None))
-        steps = StepCheck(grid, FailureReporter(), torch.device("cpu"), None, [grid])
-        steps.start()
-        steps.finish()
-        assert grid.gather is not grid.inner
-        return grid.gather
-
-    assert set(simulate(on_each_rank, 2)) == set(groups)
-
-
 def test_steps_before_an_iteration_that_was_given_up_count() -> None:
     """Ranks give it up together, and their weights have parted before."""
 
@@ -584,48 +561,6 @@ def test_steps_before_an_iteration_that_was_given_up_count() -> None:
 
     for text in simulate(on_each_rank, 2):
         assert "different numbers of optimizer steps before iteration 2: 0 on rank 0, 1 on rank 1" in text
-
-
-def test_a_captured_iteration_is_not_compared() -> None:
-    """What its Python has counted, replays do not do again."""
-
-    def on_each_rank() -> str:
-        steps = StepCheck(make_grid(None), FailureReporter(), torch.device("cpu"), None)
-        steps.start()
-        steps.finish()
-        steps.next_iteration()
-        with capturing():
-            for _ in range(dist.get_rank()):
-                steps.record_update()
-            steps.start()
-            steps.finish()
-        steps.next_iteration()
-        steps.start()
-        return refusal(steps.finish)
-
-    assert simulate(on_each_rank, 2) == ["nothing was raised"] * 2
-
-
-def test_a_forward_behind_an_iteration_that_was_given_up_counts() -> None:
-    """A rank that had come to its backward before has not used it."""
-
-    def on_each_rank() -> str:
-        steps = StepCheck(make_grid(None), FailureReporter(), torch.device("cpu"), None)
-        steps.start()
-        steps.finish()
-        steps.next_iteration()
-        if dist.get_rank() == 1:
-            steps.record_forward()
-            steps.record_use()
-        steps.record_given_up()
-        if dist.get_rank() == 0:
-            steps.record_forward()
-        steps.start()
-        return refusal(steps.finish)
-
-    for text in simulate(on_each_rank, 2):
-        assert "ranks have skipped different batches before iteration 2" in text
-        assert "1 on rank 0, 0 on rank 1" in text
 
 
 class Event:
