@@ -333,7 +333,7 @@ class Readiness:
         self._note_write(bucket)
         if record.foreign_delayer and not record.pending:
             self._shown.show_late(record)
-        if record.awaits_delayed and not record.pending:
+        if record.awaits_delayed:
             self._mark_ready(bucket, record)
         self._launcher.launch_ready()
 

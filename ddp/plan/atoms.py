@@ -104,9 +104,9 @@ def walk(sizes: Sequence[ParamSize], shard_numel: int) -> tuple[list[int], int] 
             if best.start == first:
                 break
         if free.numels and (best is None or best.start > first):
-            # The largest that ends before the coarse parameter starts, else the largest of all.
+            # The largest that ends before the coarse parameter starts, else, at -1, the largest of all.
             fitting = len(free.numels) if best is None else bisect_right(free.numels, best.start - first)
-            best = _Option(first, free, (fitting or len(free.numels)) - 1)
+            best = _Option(first, free, fitting - 1)
         assert best is not None
         starts[numbers[best.pile.indices.pop(best.at)]] = best.start
         position = best.start + best.pile.numels.pop(best.at)
@@ -126,7 +126,7 @@ def _soonest(pile: _Pile, first: int, shard_numel: int) -> _Option | None:
         aligned = round_up(first, math.lcm(atom, PARAM_ALIGNMENT))  # then any number of borders may follow
         if aligned == first:
             return _Option(first, pile, last)
-        whole = bisect_right(numels, -first % shard_numel or shard_numel) - 1
+        whole = bisect_right(numels, -first % shard_numel) - 1
         return _Option(first, pile, whole) if whole >= 0 else _Option(aligned, pile, last)
     for _ in range(2):  # before the next border, then before the one after it
         border = (first // shard_numel + 1) * shard_numel

@@ -346,7 +346,7 @@ def _whole(spec: ParamSpec) -> Whole:
 
 def _split(specs: list[ParamSpec], degree: int, multiple: int, max_padding: float) -> list[list[ParamSpec]]:
     """Split one bucket's parameters where their atoms would cost too much padding."""
-    if degree == 1 or all(spec.atom == 1 for spec in specs):
+    if degree == 1:
         return [specs]
     parts = split([spec.numel for spec in specs], [spec.atom for spec in specs], degree, multiple, max_padding)
     return [[specs[index] for index in part] for part in parts]

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from reaching_ranks import everywhere
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from maingrad.ddp import WORLD_OF_ONE, DistributedDataParallel, DistributedDataParallelConfig
 from maingrad.ddp.buckets import buffer, copy_engines
@@ -61,6 +62,8 @@ def test_all_ranks_choose_copy_engines_where_all_can(monkeypatch: pytest.MonkeyP
     everywhere(monkeypatch)
     assert choices(2) == [True] * 2
     assert choices(2, nbytes=LARGE - 2) == [False] * 2
+    monkeypatch.setattr(copy_engines, "_peers", None)
+    assert not choose_copy_engines([], [], CPU, FailureReporter()), "nobody is asked where nothing is gathered"
 
 
 @pytest.mark.parametrize("rank", [0, 2])
@@ -165,6 +168,39 @@ def test_bytes_are_those_of_parameters_that_ranks_gather(monkeypatch: pytest.Mon
     assert seen == {rank: [(16 * 64 * 2, 2)] for rank in range(2)}
 
 
+@pytest.mark.parametrize("chosen", [False, True])
+def test_all_ranks_of_the_model_choose_together(chosen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those with other slices too; and kinds of parameters with the same ranks share one group."""
+    asked: list[set[int]] = []
+    made: list[str] = []
+    separate = copy_engines.with_separate_gather
+
+    def choose(gathers: list[Gather], axes: Any, *_: object) -> bool:
+        asked.append({rank for group in axes for rank in dist.get_process_group_ranks(group)})
+        return chosen
+
+    def make(grid: Any, **options: Any) -> Any:
+        made.append(f"{len(grid.ranks)} ranks")
+        assert options == {"copy_engines": chosen}
+        return separate(grid)
+
+    monkeypatch.setattr(copy_engines, "choose_copy_engines", choose)
+    monkeypatch.setattr(copy_engines, "with_separate_gather", make)
+    config = DistributedDataParallelConfig(
+        use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True
+    )
+
+    def run() -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        DistributedDataParallel(
+            nn.Linear(4, 4), config, process_group=mesh["dp"], tensor_parallel_group=mesh["tp"].get_group()
+        )
+
+    simulate(run, 4)
+    assert asked == [{0, 1, 2, 3}] * 4
+    assert sorted(made) == ["2 ranks"] * 4 + ["4 ranks"] * 4
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_only_gathers_that_overlap_have_a_group_of_their_own(overlap: bool) -> None:
     config = DistributedDataParallelConfig(
@@ -206,6 +242,8 @@ def test_what_cannot_gather_by_copy_engines_is_refused_where_it_is_asked_to(
         got = ", ".join(sorted(backends))
         with pytest.raises(ValueError, match=f"the option needs parameters on CUDA, .*; got cuda:0 and {got};"):
             check_copy_engines(True, backends, gpu, "the option")
+    with pytest.raises(ValueError, match=r"the option needs parameters on CUDA, .*; got cpu"):
+        check_copy_engines(True, backends, CPU, "the option")
 
 
 # ---- Mapped memory. ----

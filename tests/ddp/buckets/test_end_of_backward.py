@@ -196,6 +196,9 @@ def test_an_iteration_that_goes_on_after_a_read_and_is_discarded_leaves_nothing(
         each(batch(0, 2)).square().mean().backward()
     for mine, plain in zip(net.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(mine.grad.norm(), plain.grad.norm(), rtol=1e-12, atol=1e-12)
+    model(batch(0, 3)).square().mean().backward()
+    assert net.weight.grad.norm() > 0
+    assert all(bucket.carried is None for bucket in model.buckets), "memory that nothing is added from any more"
 
 
 class Ends(nn.Module):
@@ -414,6 +417,33 @@ def test_gradients_are_not_scaled_in_a_backward_that_adds_to_them() -> None:
     out.register_hook(lambda grad: model.scale_gradients(2.0))
     with pytest.raises(RuntimeError, match=r"scale_gradients\(\) in a hook, while a backward is under way"):
         out.sum().backward()
+
+
+def test_a_step_may_come_in_the_backward_of_another_model() -> None:
+    model, other = DistributedDataParallel(nn.Linear(3, 3)), nn.Linear(3, 3)
+    optimizer = DistributedOptimizer(model)
+    before = model.module.weight.detach().clone()
+    model(torch.ones(1, 3)).sum().backward()
+    out = other(torch.ones(1, 3))
+    out.register_hook(lambda grad: optimizer.step() and None)
+    out.sum().backward()
+    assert not torch.equal(model.module.weight, before)
+
+
+@pytest.mark.parametrize("used", [0, 1])
+def test_a_delayed_gradient_that_comes_last_is_reduced_beside_what_was_not_used(used: int) -> None:
+    """The backward is over, so that the bucket waits for nothing else."""
+    net = nn.ModuleList(Linear(4, 4, bias=False, fuse_wgrad_accumulation=True) for _ in range(2))
+    model = DistributedDataParallel(net, DistributedDataParallelConfig(overlap_grad_reduce=True))
+    (bucket,) = model.buckets
+    queue = WgradQueue()
+    model.module.forward = net[used].forward
+    with delayed_wgrad(queue):
+        loss = model(torch.ones(2, 4)).sum()
+    loss.backward()
+    assert bucket.phase.value == "accumulating"
+    queue.drain()
+    assert bucket.phase.value == "reducing"
 
 
 def test_a_refused_reduction_leaves_nothing_that_zero_grad_would_not_clear() -> None:

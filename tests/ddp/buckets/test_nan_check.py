@@ -302,6 +302,10 @@ def test_complex_gradients_are_searched() -> None:
         nn.Linear(3, 2, dtype=torch.complex64), DistributedDataParallelConfig(check_for_nan_in_grad=True)
     )
     model(torch.ones(1, 3, dtype=torch.complex64)).real.sum().backward()
+    model.module.bias.main_grad[0] = complex(3e38, 3e38)  # its magnitude is more than fp32 holds
+    model.finish_grad_sync()
+    model.zero_grad()
+    model(torch.ones(1, 3, dtype=torch.complex64)).real.sum().backward()
     model.module.bias.main_grad[1] = complex(1.0, math.nan)
     with pytest.raises(FloatingPointError, match="'bias' holds NaN or Inf on rank 0"):
         model.finish_grad_sync()

@@ -17,7 +17,7 @@ from maingrad.ddp import (
     DistributedOptimizer,
     GraphedTrainingStep,
 )
-from maingrad.ddp.buckets.replicas import find_parted
+from maingrad.ddp.buckets.replicas import bits_of, find_parted
 from maingrad.ddp.collectives.failure_report import FailureReporter
 from maingrad.launch import simulate
 
@@ -377,7 +377,10 @@ def test_a_slice_that_a_rank_has_alone_may_be_written() -> None:
         layer = Clamped()
         layer.weight.tensor_model_parallel, layer.weight.partition_dim = True, 0
         ranks = {"process_group": WORLD_OF_ONE, "tensor_parallel_group": dist.group.WORLD}
-        DistributedDataParallel(layer, **ranks)(torch.ones(1, 2)).sum().backward()
+        wrapped = DistributedDataParallel(layer, DistributedDataParallelConfig(check_replicas_every=1), **ranks)
+        layer.weight.data += dist.get_rank()
+        wrapped(torch.ones(1, 2)).sum().backward()
+        wrapped.finish_grad_sync()  # nor are slices compared
 
     class Clamped(nn.Linear):
         def __init__(self) -> None:
@@ -402,6 +405,18 @@ def test_elements_that_have_changed_places_are_found() -> None:
 
     for ranks in (2, 3):  # rows, and columns
         simulate(on_each_rank, ranks)
+
+
+@pytest.mark.parametrize("distance", [1, 1024, 1025])
+def test_two_elements_that_have_changed_places_are_found(distance: int) -> None:
+    def on_each_rank() -> list[str]:
+        values = torch.arange(3000.0)
+        if dist.get_rank() == 1:
+            values[0], values[distance] = distance, 0
+        return [*find_parted([("values", values)], [dist.group.WORLD], FailureReporter())]
+
+    assert simulate(on_each_rank, 2) == [["values"]] * 2
+    assert bits_of([]) == []
 
 
 def test_parameters_that_have_changed_places_are_found() -> None:

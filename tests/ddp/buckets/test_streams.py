@@ -16,6 +16,7 @@ from maingrad.ddp.buckets.bucket_params import _records_of
 from maingrad.ddp.buckets.buffer import ReleasableBuffer
 from maingrad.ddp.buckets.reducer import BucketLauncher
 from maingrad.ddp.buckets.released import GradPool, ReleasedBucket
+from maingrad.ddp.collectives.in_flight import InFlight
 from maingrad.te_integration import WgradQueue, delayed_wgrad
 
 GPU = torch.device("cuda", 0)
@@ -171,6 +172,16 @@ def test_after_a_capture_that_failed_nothing_is_waited_for(streams: Streams) -> 
     launcher.wait()
     assert streams.taken() == []
     assert {bucket.phase for bucket in ddp.buckets} == {Phase.REDUCED}
+
+
+def test_after_a_capture_that_failed_a_cpu_waits_for_what_has_run() -> None:
+    ddp, waited = wrap(make_model()), list[str]()
+    (bucket,) = ddp.buckets
+    work = SimpleNamespace(wait=lambda: waited.append(bucket.phase.value))
+    ddp._launcher.launch(bucket, lambda grads: InFlight(work, (grads,)))
+    ddp.forget_iteration()
+    assert waited == ["reducing"]
+    assert bucket.phase is Phase.IDLE
 
 
 def in_turn(numbers: list[int]) -> Callable[[], int]:

@@ -4,7 +4,9 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +25,8 @@ from maingrad.ddp.collectives.failure_report import (
     Watch,
     ask_others,
     gather,
+    run_and_gather,
+    run_on_all_ranks,
     with_more_text,
 )
 from maingrad.ddp.collectives.rank_grid import RankGrid
@@ -103,6 +107,12 @@ def test_long_lists_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     silent, (line,) = ask_others(dist.HashStore(), 0, 1000, "all_reduce of bucket 0")
     assert len(silent) == 999
     assert "rank 8 and 991 more: look whether" in line
+
+
+@pytest.mark.parametrize(("world_size", "end"), [(9, "rank 7, rank 8: look"), (10, "rank 8 and 1 more: look")])
+def test_a_list_that_fits_is_not_cut(world_size: int, end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failure_report, "PATIENCE", 0.1)
+    assert end in ask_others(dist.HashStore(), 1, world_size, "all_reduce of bucket 0")[1][0].replace("rank 0, ", "")
 
 
 @pytest.mark.parametrize(
@@ -218,6 +228,20 @@ def test_more_text_leaves_an_error_what_it_is() -> None:
     assert (type(error), str(error)) == (FileNotFoundError, "no file; more")
     interrupt = KeyboardInterrupt()
     assert with_more_text(interrupt, "; more") is interrupt
+
+
+def test_an_agreement_is_watched_and_says_what_it_is_about() -> None:
+    def on_each_rank() -> list[str]:
+        watched: list[str] = []
+        failures: Any = SimpleNamespace(watch=lambda what: watched.append(what) or nullcontext())
+        assert run_and_gather(dist.get_rank, str, [dist.group.WORLD], failures, "a check") == (
+            dist.get_rank(),
+            ["0", "1"],
+        )
+        run_on_all_ranks(dist.get_rank, [dist.group.WORLD], failures, "another")
+        return watched
+
+    assert simulate(on_each_rank, 2) == [["word from all ranks after a check", "word from all ranks after another"]] * 2
 
 
 COLLECTIVES = (

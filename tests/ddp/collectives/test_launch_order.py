@@ -1,7 +1,7 @@
 """Collectives are called in the plan's order on every rank, nobody waits for them, and the timeline tells it all."""
 
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -14,8 +14,46 @@ from torch import Tensor, nn
 from towers import LAYER_NUMEL, WIDTH, Tower, batches_of, loss_of, repeat_on_a_busy_machine, run_iteration
 
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig
+from maingrad.ddp.collectives import in_flight
+from maingrad.ddp.collectives.failure_report import FailureReporter
+from maingrad.ddp.collectives.rank_grid import make_grid, with_separate_gather
+from maingrad.ddp.collectives.step_check import StepCheck
+from maingrad.launch import simulate
 
 SLEEP = 0.02
+
+
+def test_a_gather_in_place_keeps_its_memory_and_runs_where_it_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[bool] = []
+    start = in_flight.start_all_gather
+
+    def start_on(*arguments: Any, on_stream: bool = False) -> Any:
+        told.append(on_stream)
+        return start(*arguments)
+
+    monkeypatch.setattr(in_flight, "start_all_gather", start_on)
+
+    def on_each_rank(on_stream: bool) -> None:
+        flat = torch.full((6,), -1.0)
+        flat.view(2, 3)[dist.get_rank()] = dist.get_rank()
+        flight = in_flight.all_gather_shards(flat, dist.group.WORLD, on_stream=on_stream)
+        kept = {each.untyped_storage().data_ptr() for each in flight.tensors}
+        assert kept == {flat.untyped_storage().data_ptr()}
+        flight.wait()
+        assert flat.tolist() == [0.0] * 3 + [1.0] * 3
+
+    for on_stream in (True, False):
+        simulate(on_each_rank, 2, on_stream)
+        assert set(told) == {on_stream}
+        told.clear()
+    kept = torch.ones(1)
+    assert in_flight.in_stages(iter([None]), (kept,)).tensors[0] is kept
+    assert in_flight.in_stages(iter([]), (kept,)).work is None
+    alone = in_flight.all_gather_shards(torch.ones(2), None)
+    assert alone.work is None
+    alone.wait()
+
+
 COLLECTIVES = pytest.mark.parametrize("sharded", [False, True], ids=["all_reduce", "reduce_scatter"])
 
 
@@ -174,3 +212,27 @@ def test_the_recorded_timeline_agrees_with_the_injected_intervals(sharded: bool)
         return off
 
     repeat_on_a_busy_machine(disagreement)
+
+
+def test_the_comparison_travels_over_the_groups_of_gathers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buckets of another wrapper may be launched before it on one rank, and behind it on another."""
+    groups: list[Any] = []
+    all_reduce = dist.all_reduce
+
+    def reduce(*arguments: Any, group: Any, **options: Any) -> Any:
+        groups.append(group)
+        return all_reduce(*arguments, group=group, **options)
+
+    monkeypatch.setattr(dist, "all_reduce", reduce)
+
+    def on_each_rank() -> list[Any]:
+        own = dist.new_group([dist.get_rank() // 2 * 2, dist.get_rank() // 2 * 2 + 1], use_local_synchronization=True)
+        grids = [with_separate_gather(make_grid(ranks)) for ranks in (None, own)]
+        steps = StepCheck(grids[0], FailureReporter(), torch.device("cpu"), None, grids)
+        steps.log_of(grids[1].inner)
+        steps.start()
+        steps.finish()
+        assert all(grid.gather is not grid.inner for grid in grids)
+        return [grid.gather for grid in grids]
+
+    assert {group for each in simulate(on_each_rank, 4) for group in each} == set(groups)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from maingrad.ddp.collectives.in_flight import in_stages
-from maingrad.ddp.collectives.rank_grid import make_grid
+from maingrad.ddp.collectives.rank_grid import in_two_dims, make_grid
 from maingrad.ddp.collectives.reduction import PLACEMENTS, AxisPlacement, GradReduction, Placement, Placements
 from maingrad.launch import simulate
 
@@ -96,3 +96,14 @@ def test_a_chain_waits_for_each_of_its_collectives_before_the_next(stages: tuple
     for _ in range(2):  # a second wait finds it over
         flight.wait()
         assert done == [each for name in stages for each in (f"{name} begins", f"{name} ends") if each != "None ends"]
+
+
+def test_context_parallel_ranks_share_the_shards_of_their_instance() -> None:
+    def on_each_rank() -> list[list[int]]:
+        mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("outer", "inner", "cp"))
+        found = in_two_dims(mesh)
+        assert found.mesh_dim_names == ("outer", "inner_cp")
+        assert in_two_dims(found) is found
+        return found.mesh.tolist()
+
+    assert simulate(on_each_rank, 8) == [[[0, 1, 2, 3], [4, 5, 6, 7]]] * 8

@@ -19,8 +19,10 @@ from maingrad.ddp import (
     load_checkpoint,
     save_checkpoint,
 )
-from maingrad.ddp.collectives.failure_report import run_and_gather, run_on_all_ranks
+from maingrad.ddp.collectives.failure_report import FailureReporter, run_and_gather, run_on_all_ranks
 from maingrad.ddp.collectives.rank_grid import make_grid
+from maingrad.ddp.collectives.step_check import StepCheck
+from maingrad.ddp.collectives.streams import capturing
 from maingrad.launch import simulate
 
 ZERO1 = DistributedDataParallelConfig(use_distributed_optimizer=True)
@@ -290,3 +292,103 @@ def test_who_interrupts_a_rank_does_not_raise_an_error_on_the_others() -> None:
         return None
 
     assert simulate(on_each_rank, 2) == [KeyboardInterrupt] * 2
+
+
+# ---- Steps that ranks compare, by what each has counted. ----
+
+
+def refusal(run: Callable[[], None]) -> str:
+    try:
+        run()
+    except RuntimeError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def test_a_captured_iteration_is_not_compared() -> None:
+    """What its Python has counted, replays do not do again."""
+
+    def on_each_rank() -> str:
+        steps = StepCheck(make_grid(None), FailureReporter(), torch.device("cpu"), None)
+        steps.start()
+        steps.finish()
+        steps.next_iteration()
+        with capturing():
+            for _ in range(dist.get_rank()):
+                steps.record_update()
+            steps.start()
+            steps.finish()
+        steps.next_iteration()
+        steps.start()
+        return refusal(steps.finish)
+
+    assert simulate(on_each_rank, 2) == ["nothing was raised"] * 2
+
+
+def counted(*programs: Callable[[StepCheck], None]) -> list[str]:
+    """What each rank is told of its program, which runs behind a first comparison."""
+
+    def on_each_rank() -> str:
+        steps = StepCheck(make_grid(None), FailureReporter(), torch.device("cpu"), None)
+        steps.start()
+        steps.finish()
+        programs[dist.get_rank()](steps)
+        steps.start()
+        with capturing():
+            steps.read()  # in the middle of a capture nothing is said
+        return refusal(steps.finish)
+
+    return simulate(on_each_rank, len(programs))
+
+
+def test_ranks_may_use_different_numbers_of_forwards() -> None:
+    """One has a microbatch without a loss; another computes once more after the reduction."""
+
+    def nothing(steps: StepCheck) -> None:
+        steps.next_iteration()
+
+    def after_the_reduction(steps: StepCheck) -> None:
+        steps.record_forward()
+        steps.record_use()
+        steps.next_iteration()
+
+    def two_forwards(steps: StepCheck) -> None:
+        steps.next_iteration()
+        steps.record_forward()
+        steps.record_forward()
+        steps.record_use()
+
+    def two_uses(steps: StepCheck) -> None:
+        two_forwards(steps)
+        steps.record_use()
+
+    def updates(steps: StepCheck) -> None:
+        steps.record_update()
+        steps.next_iteration()
+
+    assert counted(nothing, after_the_reduction) == ["nothing was raised"] * 2
+    assert counted(two_forwards, two_uses) == ["nothing was raised"] * 2
+    for text in counted(nothing, updates):
+        assert "different numbers of optimizer steps before iteration 2: 0 on rank 0, 1 on rank 1" in text
+
+
+def test_a_forward_behind_an_iteration_that_was_given_up_counts() -> None:
+    """A rank that had come to its backward before has not used it."""
+
+    def on_each_rank() -> str:
+        steps = StepCheck(make_grid(None), FailureReporter(), torch.device("cpu"), None)
+        steps.start()
+        steps.finish()
+        steps.next_iteration()
+        if dist.get_rank() == 1:
+            steps.record_forward()
+            steps.record_use()
+        steps.record_given_up()
+        if dist.get_rank() == 0:
+            steps.record_forward()
+        steps.start()
+        return refusal(steps.finish)
+
+    for text in simulate(on_each_rank, 2):
+        assert "ranks have skipped different batches before iteration 2" in text
+        assert "1 on rank 0, 0 on rank 1" in text

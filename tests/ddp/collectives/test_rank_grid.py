@@ -145,6 +145,7 @@ def test_a_grid_may_have_the_ranks_of_whole_copies() -> None:
         column = make_grid(mesh["outer", "inner"])
         grid = column._replace(tensor=mesh["tp"].get_group())
         assert (column.size, grid.size, len(list(grid.axes))) == (4, 8, 3)
+        assert (column.leaves_ranks_out, grid.leaves_ranks_out) == (True, False)
         assert (
             len({column.groups, grid.groups, grid._replace(outer=None).groups, grid._replace(gather=None).groups}) == 3
         )
@@ -152,6 +153,9 @@ def test_a_grid_may_have_the_ranks_of_whole_copies() -> None:
         told = torch.tensor(float(dist.get_rank()))
         grid.broadcast(told)
         assert told == 0
+        apart = torch.full((2, 4), float(dist.get_rank()))
+        grid.broadcast(apart[:, ::2])
+        assert apart[:, ::2].count_nonzero() == 0 and (apart[:, 1::2] == dist.get_rank()).all()
         assert grid.is_first is (dist.get_rank() == 0)
 
     simulate(on_each_rank, 8)

@@ -326,7 +326,9 @@ def test_a_collective_may_write_into_other_memory(
 
 
 @pytest.mark.parametrize(("form", "instances"), [("ddp", 1), ("zero1", 1), ("hybrid", 2)])
-def test_a_sum_is_not_scaled(form: str, instances: int) -> None:
+def test_a_sum_is_not_scaled(form: str, instances: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No version of torch need show an operation that scales."""
+    monkeypatch.setattr(reduction_module, "premultiplied_sum", None)
     for everyones, mine, start in simulate(reduce_alone, 4, form, instances, 1.0, True):
         assert torch.equal(mine, tree_sum(everyones)[start : start + len(mine)])
 
@@ -518,3 +520,15 @@ def test_a_complex_number_is_two_on_the_wire() -> None:
             make_grid(None), PLACEMENTS["zero1"], factor=1.0, wire_dtype=wire, device=torch.device("cpu")
         )
         assert reduction.wire_nbytes(10, torch.complex64) == nbytes
+
+
+def test_complex_shards_are_sent_as_two_numbers_each() -> None:
+    def on_each_rank() -> list[complex]:
+        reduction = GradReduction(
+            make_grid(None), PLACEMENTS["zero1"], factor=0.5, wire_dtype=BF16, device=torch.device("cpu")
+        )
+        grads = torch.tensor([complex(n, 2 * n + dist.get_rank()) for n in range(4)], dtype=torch.complex64)
+        reduction.start(grads).wait()
+        return grads[slice(*reduction.owned_range(4))].tolist()
+
+    assert simulate(on_each_rank, 2) == [[0.5j, 1 + 2.5j], [2 + 4.5j, 3 + 6.5j]]

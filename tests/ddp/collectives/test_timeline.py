@@ -113,11 +113,28 @@ def test_a_wait_is_as_long_as_somebody_stood_still(monkeypatch: pytest.MonkeyPat
 def test_what_is_under_way_at_the_end_is_finished_there() -> None:
     timeline = recording()
     flight = slow(timeline, "all_gather", NAP)
+    slow(timeline, "all_gather", NAP, "bucket 1")
     timeline.close()
-    assert timeline.gathers[0].finished - timeline.gathers[0].launched >= 0.99 * NAP
+    assert [span.bucket for span in timeline.gathers] == ["bucket 0", "bucket 1"]
+    assert all(span.finished - span.launched >= 0.99 * NAP for span in timeline.gathers)
     flight.wait()
     timeline.wait("bucket 0", "all_gather", lambda: None)
     assert timeline.waits == [], "after the recording"
+    spans = [*timeline.gathers]
+    timeline._watcher = None
+    timeline.close()
+    assert timeline.gathers == spans, "each once"
+
+
+@pytest.mark.parametrize("threads", [True, False])
+def test_a_collective_that_is_watched_keeps_its_memory(threads: bool) -> None:
+    timeline, memory = recording(threads=threads), torch.ones(2)
+    work = SlowWork()
+    work.finish_in(0.0)
+    flight = timeline.launch("bucket 0", "all_gather", lambda: 64, lambda: InFlight(work, (memory,)))
+    assert len(flight.tensors) == 1 and flight.tensors[0] is memory
+    flight.wait()
+    timeline.close()
 
 
 def test_a_block_that_raises_ends_the_recording() -> None:

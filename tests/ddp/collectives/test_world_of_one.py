@@ -23,6 +23,7 @@ from maingrad.ddp import (
     recorded_backward_order,
     save_checkpoint,
 )
+from maingrad.ddp.collectives.rank_grid import make_grids
 from maingrad.fsdp import fully_shard
 from maingrad.launch import simulate
 
@@ -261,3 +262,8 @@ def test_the_world_of_one_is_one_object() -> None:
     assert copy.deepcopy(WORLD_OF_ONE) is WORLD_OF_ONE
     assert pickle.loads(pickle.dumps(WORLD_OF_ONE)) is WORLD_OF_ONE
     assert repr(WORLD_OF_ONE) == "maingrad.ddp.WORLD_OF_ONE"
+
+
+def test_alone_experts_have_the_grid_of_all_parameters() -> None:
+    grids = make_grids(WORLD_OF_ONE, WORLD_OF_ONE, has_experts=True, num_instances=1, separate_gather=False)
+    assert grids["expert"] is grids["dense"]

@@ -4,6 +4,7 @@ import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -84,6 +85,32 @@ def test_a_replays_first_write_begins_with_nothing_and_others_add(in_order: bool
         main_grad.copy_(torch.full((2, 2), value) + (0 if in_order else main_grad))  # the replay
         settle_kept(kept)
         assert main_grad.tolist() == [[expected] * 2] * 2
+
+
+def test_all_products_of_a_graph_are_opened() -> None:
+    model = nn.Sequential(*(Linear(2, 2, bias=False, fuse_wgrad_accumulation=True) for _ in range(2)))
+    ddp = DistributedDataParallel(model)
+    deliveries = [captured(layer.weight, in_order=False) for layer in model]
+    for layer in model:
+        layer.weight.main_grad.fill_(7)
+    for record in ddp.records:
+        record.reset()
+    assert open_deliveries(deliveries, 1) == []
+    assert not any(layer.weight.main_grad.any() for layer in model), "each is added to zeros"
+
+
+def test_a_capture_lets_go_of_operands_and_overwrites_no_grad() -> None:
+    layer, _ = fused_layer()
+    operand = torch.ones(2)
+    compute = partial(lambda operand, overwrites: [None], operand)
+    delivery = Delivery("layer", [layer.weight], fused=False, queue=None, compute=compute)
+    first_writes = FirstWrites(in_order=True)
+    delivery.compute(first_writes)
+    assert delivery.overwrites == (False,), "a gradient for .grad writes no main_grad"
+    assert first_writes.take(layer.weight)
+    gone = weakref.ref(operand)
+    del operand, compute
+    assert gone() is None
 
 
 def test_main_grad_that_has_moved_since_the_capture_is_refused() -> None:

@@ -22,8 +22,9 @@ from maingrad.ddp.contract.delayed import (
     live_queue,
 )
 from maingrad.ddp.contract.grouped_wgrad import GroupedWgrad
-from maingrad.ddp.contract.main_grad import is_delayed
-from maingrad.ddp.contract.record import GradRecord
+from maingrad.ddp.contract.main_grad import attach, is_delayed
+from maingrad.ddp.contract.module import take_grad_of_backward_dw
+from maingrad.ddp.contract.record import GradRecord, PendingWgrad
 from maingrad.te_integration import GroupedLinear, Linear, WgradQueue, delayed_wgrad
 
 
@@ -95,6 +96,43 @@ def test_a_lost_gradient_is_said_once_to_who_steps_over_its_weight() -> None:
     gc.collect()
     assert entry.is_orphaned
     step_over(weight)
+    forgotten = weakref.ref(entry)
+    del entry
+    gc.collect()
+    assert forgotten() is None, "nobody can step over its weight"
+
+
+def test_a_product_on_one_stream_needs_its_operands_no_more() -> None:
+    entry = entry_of(nn.Parameter(torch.zeros(2)))
+    assert not entry.in_use
+    entry.run()
+    assert not entry.in_use and not entry.waits
+
+
+def test_a_fused_gradient_that_is_delayed_without_a_provider_is_refused_in_backward() -> None:
+    weight, queue = nn.Parameter(torch.zeros(2, 2)), WgradQueue()
+    target = DelayedTarget([weight], ["weight"], GroupedWgrad([weight]), "layer", fused=True, queue=queue)
+    with pytest.raises(RuntimeError, match=r"layer, weight: .* needs weight.main_grad, and nobody provided it"):
+        target.resolve([True])
+    assert target.resolve([False]) == [None]
+    unfused = DelayedTarget([weight], ["weight"], GroupedWgrad([weight]), "layer", fused=False, queue=queue)
+    (place,) = unfused.resolve([True])
+    assert place is not None and place.weight is weight
+
+
+def test_what_others_delay_is_given_up_by_nobody_but_them() -> None:
+    record = GradRecord("weight", torch.zeros(2), first_write_overwrites=False, shared=False)
+    theirs, ours = PendingWgrad("theirs"), PendingWgrad("ours")
+    ours.lost = True
+    record.pending = [theirs, ours]
+    record.forget_lost()
+    assert record.pending == [theirs]
+    param = nn.Parameter(torch.zeros(2))
+    attach(param, record)
+    with pytest.raises(RuntimeError, match=r"parameter 'weight': another.backward_dw\(\) ran more often than"):
+        take_grad_of_backward_dw(param, record, "another")
+    take_grad_of_backward_dw(param, record, "theirs")
+    assert record.pending == []
 
 
 @pytest.mark.parametrize("changed", [0, 1, 2])
@@ -277,8 +315,11 @@ def test_pending_gradients_are_computed_in_bucket_order_and_each_once() -> None:
         assert entry.is_last_of(record) is (number == 0)
     foreign = DelayedWgrad(lambda *_: None, (torch.ones(1),), records[:1], "theirs", 0)
     assert foreign.pending.compute is None
+    first = DelayedWgrad(lambda *_: None, (torch.ones(1),), records[1:], "layer", 0)
+    first.pending.order = (-1, 0)
+    first.pending.compute = lambda: done.append(2)  # type: ignore[misc]
     compute_pending(records)
-    assert done == [0, 1]
+    assert done == [2, 0, 1]
 
 
 def test_a_queue_that_was_let_go_is_named() -> None:
@@ -357,17 +398,19 @@ def test_parameters_that_are_made_anew_are_marked_and_a_copy_tells_nobody() -> N
 @pytest.mark.parametrize("give_up", ["zero_grad", "forget_iteration"])
 def test_what_nobody_can_compute_any_more_is_given_up(give_up: str) -> None:
     """By a program, or after a capture that failed: what another queue still holds is to be computed."""
-    layers = nn.Sequential(*[Linear(4, 4, bias=False, fuse_wgrad_accumulation=True) for _ in range(2)])
+    layers = nn.Sequential(*[Linear(4, 4, bias=False, fuse_wgrad_accumulation=True) for _ in range(3)])
     ddp = DistributedDataParallel(layers)
     let_go, kept = WgradQueue(), WgradQueue()
     with delayed_wgrad(let_go):
         x = layers[0](torch.ones(2, 4))
     with delayed_wgrad(kept):
         x = layers[1](x)
+    with delayed_wgrad(let_go):
+        x = layers[2](x)
     x.sum().backward()
     del let_go
     gc.collect()
-    with pytest.raises(RuntimeError, match=r"of 2 parameter\(s\) are pending: .* Where the queue was let go, model"):
+    with pytest.raises(RuntimeError, match=r"of 3 parameter\(s\) are pending: .* Where the queue was let go, model"):
         ddp.start_grad_sync()
     with pytest.raises(
         RuntimeError, match=r"zero_grad_buffer\(\) while .* of 1 parameter\(s\) are pending: '1.weight'"
@@ -375,6 +418,6 @@ def test_what_nobody_can_compute_any_more_is_given_up(give_up: str) -> None:
         getattr(ddp, give_up)()
     kept.drain()
     getattr(ddp, give_up)()
-    layers(torch.ones(2, 4)).sum().backward()
+    layers[1](layers[0](torch.ones(2, 4))).sum().backward()
     ddp.finish_grad_sync()
     assert torch.equal(layers[0].weight.main_grad, 2 * layers[1].weight.sum(0)[:, None].expand(4, 4))  # type: ignore

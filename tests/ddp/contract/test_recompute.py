@@ -5,9 +5,11 @@ another order; without it, a parameter's hook fires once. Most cases run in a wo
 as ever and a late contribution raises; two gloo ranks then show that nothing is lost where the reduction is real.
 """
 
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -19,10 +21,11 @@ from plain_grads import assert_reduced_to, plain_grads
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig
+from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, torch_internals
 from maingrad.ddp.buckets.bucket import Phase
 from maingrad.ddp.contract import delay_blocks as delay_blocks_module
 from maingrad.ddp.contract.delay_blocks import check_recompute_delays, delay_blocks
+from maingrad.ddp.torch_internals.distributed import gathered_by_fsdp2
 from maingrad.te_integration import Linear, WgradQueue, delayed_wgrad
 
 WIDTH = 8
@@ -333,3 +336,34 @@ def test_reentrant_recompute_that_begins_later_is_right_or_refused() -> None:
     model.reentrant = True
     with pytest.raises(RuntimeError, match=r"'inner\.3\.bias' received a gradient after .* non-reentrant recompute"):
         run_iteration(ddp, BATCHES[0, :1])
+
+
+def test_hooks_of_others_hide_the_innermost_region_alone() -> None:
+    found: list[tuple[bool, int]] = []
+
+    def forward(x: Tensor) -> Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(lambda each: each, lambda each: each):
+            found.append((torch_internals.checkpointed_region() is None, len(torch_internals.checkpointed_regions())))
+        assert torch_internals.checkpointed_region() is not None
+        return x * x
+
+    checkpoint(forward, torch.ones(2, requires_grad=True), use_reentrant=False)
+    assert found == [(True, 1)]
+
+
+def test_functions_that_read_no_values_are_those_of_torch_too() -> None:
+    functions = torch_internals.reads_no_values()
+    assert None not in functions
+    assert {torch.is_complex, Tensor.is_complex, Tensor.grad.__delete__, Tensor.shape.__get__} <= functions  # type: ignore
+
+
+def test_a_version_of_torch_that_hides_prehooks_is_named() -> None:
+    torch_internals._warn_of_prehooks.cache_clear()
+    with pytest.warns(match="no _backward_cls.register_prehook of autograd functions"):
+        torch_internals.watch_prehooks(object())
+
+
+def test_other_wrappers_in_torchs_table_gather_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = SimpleNamespace(_module_state_mapping={1: SimpleNamespace, 2: lambda: None})
+    monkeypatch.setitem(sys.modules, "torch.distributed._composable_state", table)  # type: ignore[arg-type]
+    assert list(gathered_by_fsdp2()) == []

@@ -1,6 +1,6 @@
 """The return table of docs/main_grad.md: what ``Linear`` does on each row."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -11,6 +11,7 @@ from moves import moves_of_size
 from torch import Tensor, nn
 
 from maingrad.ddp import DistributedDataParallel
+from maingrad.ddp.contract import grouped_wgrad
 from maingrad.ddp.contract.grouped_wgrad import GroupedWgrad
 from maingrad.ddp.contract.main_grad import placeholder
 from maingrad.kernels.quantized import Element, QuantSpec, ScaleForm, quantize_grouped
@@ -303,9 +304,19 @@ def test_experts_add_or_overwrite_each_by_itself() -> None:
     assert torch.equal(main_grads[2], torch.ones(3, 4))
 
 
-def test_experts_that_share_a_weight_add_up() -> None:
+def test_experts_that_share_a_weight_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One kernel would write the same memory twice at once: each expert has a kernel of its own."""
+    written: list[int] = []
+
+    def kernel(dy: Tensor, x: Tensor, main_grads: Sequence[Tensor | None], *more: Any, **options: Any) -> None:
+        written.append(sum(each is not None for each in main_grads))
+        accumulate(dy, x, main_grads, *more, **options)
+
+    accumulate = grouped_wgrad.grouped_wgrad_accumulate
+    monkeypatch.setattr(grouped_wgrad, "grouped_wgrad_accumulate", kernel)
     shared, own = torch.ones(3, 4), torch.ones(3, 4)
     tied = GroupedWgrad([WEIGHTS[0], WEIGHTS[1], WEIGHTS[0]])
     tied.accumulate([shared, own, shared], [True, False, False], DY, X, OFFSETS)
     assert torch.equal(shared, PARTS[0] + PARTS[2])
     assert torch.equal(own, torch.ones(3, 4))
+    assert written == [1, 1, 1]

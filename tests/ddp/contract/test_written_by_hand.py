@@ -16,7 +16,20 @@ from loops import (
 from torch import nn
 
 from maingrad.ddp import DistributedOptimizer, add_grad
-from maingrad.ddp.contract.main_grad import attach_lazily
+from maingrad.ddp.contract import main_grad
+from maingrad.ddp.contract.main_grad import (
+    Demand,
+    add_to_main_grad,
+    attach,
+    attach_lazily,
+    demand,
+    detach,
+    former_name,
+    has_main_grad,
+    is_foreign,
+    is_lazy,
+    take_grad_of_backward,
+)
 from maingrad.ddp.contract.record import GradRecord
 from maingrad.launch import simulate
 
@@ -236,3 +249,49 @@ def test_who_asks_for_a_lazy_main_grad_gets_zeros_or_the_sum_so_far() -> None:
     assert param.get_main_grad().tolist() == [0, 0]
     param.get_main_grad().add_(3)
     assert param.get_main_grad().tolist() == [3, 3]
+    assert has_main_grad(param) and is_lazy(param) and not is_foreign(param)
+    detach(param, "layer.weight")
+    assert vars(param) == {}
+    assert former_name(param) == "layer.weight"
+    attach(param, record)
+    assert former_name(param) is None, "the wrapper that it has now is not gone"
+
+
+def test_what_a_foreign_module_that_delays_leaves_in_grad() -> None:
+    """A part of a gradient, which its ``backward_dw`` reads; a placeholder and a tied weight's part do not wait."""
+
+    def left(flag: bool, shared: bool, grad: bool = True) -> tuple[bool, bool, list[float]]:
+        param, record = nn.Parameter(torch.zeros(2)), a_record(shared=shared)
+        attach(param, record)
+        record.foreign_delayer = "Theirs"
+        param.grad = torch.ones(2) if grad else None
+        param.zero_out_wgrad = False
+        param.grad_added_to_main_grad = flag
+        take_grad_of_backward(param, record)
+        (pending,) = record.pending
+        assert pending.owner == "Theirs"
+        return param.grad is not None, pending.part_in_grad, record.view.tolist()
+
+    assert left(False, False) == (True, True, [0, 0])
+    assert left(False, False, grad=False) == (False, False, [0, 0])
+    assert left(True, False) == (False, False, [0, 0])
+    assert left(False, True) == (False, False, [1, 1])
+
+
+@pytest.mark.parametrize("overwrites", [False, True])
+def test_a_sparse_gradient_is_added_or_copied_as_a_dense_one(overwrites: bool) -> None:
+    record = a_record(overwrites=overwrites)
+    indices, values = torch.tensor([[1, 1]]), torch.tensor([2.0, 3.0])
+    sparse = torch.sparse_coo_tensor(indices, values, (2,), check_invariants=True)
+    for times in (1, 2):
+        add_to_main_grad(record, sparse)
+        assert record.view.tolist() == [0, 5 * times]
+
+
+def test_a_gradient_with_a_graph_is_returned(monkeypatch: pytest.MonkeyPatch) -> None:
+    for wanted, expected in ((True, Demand.ACCUMULATE), (False, Demand.NOTHING)):
+        monkeypatch.setattr(main_grad, "will_execute", lambda node, wanted=wanted: wanted)
+        with torch.no_grad():
+            assert demand(None) is expected
+        with torch.enable_grad():
+            assert demand(None) is Demand.RETURN

@@ -127,6 +127,10 @@ def test_a_backward_on_a_thread_of_autograds_belongs_to_the_capture_of_its_strea
             assert (other.submit(capture_number).result(), other.submit(is_capturing).result()) == (0, False)
             cuda.is_captured = True
             assert (other.submit(capture_number).result(), other.submit(is_capturing).result()) == (number, True)
+            theirs = capturing()
+            other.submit(theirs.__enter__).result()
+            assert capture_number() == number, "another thread captures too"
+            other.submit(theirs.__exit__, None, None, None).result()
         assert capture_number() is None, "somebody else captures"
         assert not is_capturing()
 

@@ -209,6 +209,40 @@ def test_a_gather_that_another_thread_starts_while_one_is_waited_for_stays_under
     assert one.reported == [("all_gather", "bucket 3")] * 2, "an error that ends the wait would be told with these"
 
 
+def test_while_one_thread_waits_others_wait_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = Watched(monkeypatch)
+    seen: list[tuple[bool, list[bool]]] = []
+    guarded: list[bool] = []
+    one.ends = [lambda: seen.append((one.gather.under_way, one.waits()))]
+    one.start()
+    one.gather.unhook.append(lambda: guarded.append(one.gather.guards))
+    one.gather.wait()
+    assert seen == [(True, [True] * 3)]
+    assert guarded == [True], "until all is plain"
+    assert not one.gather.guards
+
+
+def test_code_that_was_compiled_while_parameters_waited_finds_plain_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where another thread waits meanwhile, and compiles nothing."""
+    one = Watched(monkeypatch)
+    traces = [True, False]
+    waited: list[int] = []
+    monkeypatch.setattr(param_gather, "is_tracing", lambda: traces.pop(0))
+
+    def end() -> None:
+        waited.append(len(waited))
+        if len(waited) == 1:
+            one.gather.wait()  # the other thread's
+
+    one.ends = [end, lambda: waited.append(-1)]
+    one.start()
+    one.gather.wait()
+    assert waited == [0, 1] and not traces
+    one.start()
+    assert waited == [0, 1, -1], "at once"
+    assert one.waits() == [False] * 3
+
+
 def test_a_gather_is_launched_when_this_ranks_shard_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     one = Watched(monkeypatch)
     happened: list[object] = []

@@ -45,6 +45,7 @@ def cut_inside(bucket: BucketLayout, slot: ParamSlot) -> list[int]:
         ((), "whole", 1),
         ((), 128, 128),
         ((4, 0), "row", 1),
+        ((4, 0), 2, 1),
         ((0, 4), "whole", 1),
     ],
 )
@@ -89,6 +90,15 @@ def test_parameters_without_elements_take_no_place() -> None:
     sizes = [ParamSize(0, 1), ParamSize(192, 96), ParamSize(0, 96), ParamSize(64, 64)]
     assert walk(sizes, 192) == ([0, 192, 0, 0], 384)
     assert least_shard_numel([0, 0], [1, 96], 2, 64) == arrange([0, 0], [1, 96], 2, 64).shard_numel == 64
+
+
+@pytest.mark.parametrize(("atom", "starts"), [(1, [0, 128]), (64, [0, 128]), (128, [0, 192])])
+def test_of_equal_parameters_the_first_comes_first(atom: int, starts: list[int]) -> None:
+    assert walk([ParamSize(128, atom), ParamSize(128, atom)], 192) == (starts, starts[1] + 128)
+
+
+def test_a_single_element_fills_what_others_leave() -> None:
+    assert walk([ParamSize(1, 1), ParamSize(192, 64)], 192) == ([192, 0], 193)
 
 
 def test_no_border_at_an_odd_element_is_between_atoms_of_64() -> None:
@@ -228,6 +238,20 @@ def test_parameters_are_aligned_where_borders_are_not() -> None:
         specs = [spec("first", first[0], atom=first[1]), spec("second", second[0], atom=second[1])]
         plan = plan_gradients(specs, shard_degree=16)
         assert (list(starts(plan).values()), plan.numel) == (at, 16 * shard_numel)
+
+
+@pytest.mark.parametrize(
+    ("numels", "atoms", "degree", "shard_numel"),
+    [
+        ([720, 640, 1152], [144, 160, 96], 3, 960),  # a multiple of both atoms of most elements
+        ([672, 864, 768, 1728, 576, 1056], [96, 96, 96, 192, 96, 96], 3, 1984),  # of the alignment alone
+        ([1280, 1344, 3520, 320, 960], [320, 192, 320, 320, 320], 3, 2560),  # of the atom of most elements
+    ],
+)
+def test_shards_are_multiples_of_what_makes_them_short(
+    numels: list[int], atoms: list[int], degree: int, shard_numel: int
+) -> None:
+    assert arrange(numels, atoms, degree, 8).shard_numel == shard_numel
 
 
 def test_experts_on_other_ranks_have_borders_of_their_own() -> None:

@@ -4,6 +4,7 @@ import itertools
 import math
 from collections.abc import Sequence
 
+import pytest
 from atoms import ONE_BUCKET, models, spec, starts
 from hypothesis import given
 from hypothesis import strategies as st
@@ -92,6 +93,19 @@ def test_what_is_joined_for_less_padding_is_joined_no_further_for_more() -> None
     )
     assert 1.5 * sum(numels) < both + third < everything, "more than is allowed either way"
     assert split(numels, atoms, 12, 8, 0.5) == [[0, 1], [2]]
+
+
+@pytest.mark.parametrize(
+    ("numels", "atoms", "most", "parts"),
+    [
+        ([1728, 12480, 12800, 10560, 576], [192, 320, 320, 320, 32], 0.02, [[1, 2, 3], [0, 4]]),  # for nothing
+        ([5376, 2100, 2320, 3500], [192, 100, 80, 100], 0.5, [[0], [1, 2, 3]]),  # within what is allowed
+    ],
+)
+def test_atoms_share_a_bucket_where_it_costs_no_more_than_is_allowed(
+    numels: list[int], atoms: list[int], most: float, parts: list[list[int]]
+) -> None:
+    assert split(numels, atoms, 16, 8, most) == parts
 
 
 def test_of_many_atoms_the_finest_stay_together() -> None:

@@ -1,5 +1,6 @@
 """Layouts in which no parameter is split between shards, and bucket sizes chosen for a number of buckets."""
 
+import dataclasses
 import math
 import random
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from maingrad.ddp.plan.cut import bucket_numel_for, cut, round_up
-from maingrad.ddp.plan.dealing import Whole, deal, rows_of
+from maingrad.ddp.plan.dealing import Whole, deal, rows_of, update_cost
 from maingrad.ddp.plan.layout import PARAM_ALIGNMENT, BucketLayout, GradPlan, ParamSlot, ParamSpec, plan_gradients
 from maingrad.ddp.torch_grads.muon import update_flops
 
@@ -178,8 +179,21 @@ def test_small_rows_fill_the_gaps_of_the_rest() -> None:
     assert rows_of(params, 1, 4) == [[0, 1, 2, 3], [4, 5, 6, 7, 8, 9]]
     even = [Whole(400, 400.0)] * 8 + [Whole(200, 200.0)] * 4
     assert rows_of(even, 1, 4) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    two_rows = [Whole(400, 400.0)] * 6 + [Whole(200, 200.0)] * 8
+    assert rows_of(two_rows, 1, 4) == [[0, 1, 2, 3], [6, 7, 8, 9], [4, 5, 10, 11, 12, 13]], "the last of one size"
     no_gain = [Whole(576, 576.0)] * 3 + [Whole(640, 640.0)] * 2
     assert rows_of(no_gain, 1, 3) == [[0, 1, 2], [3, 4]], "two of 576 have no place beside the other"
+
+
+def test_the_work_of_an_update_counts_every_matrix_of_a_stack() -> None:
+    assert [update_cost(shape) for shape in ((), (7,), (0,))] == [1.0, 7.0, 0.0]
+    assert update_cost((2, 3, 4, 5)) == 6 * update_cost((4, 5)) > 0
+
+
+def test_whole_stacks_of_matrices_are_rows_as_other_parameters_are() -> None:
+    stacks = [dataclasses.replace(spec(f"{n}", 192), shape=(3, 8, 8), atom=64, matrices=True) for n in range(4)]
+    plan = plan_gradients(stacks, shard_degree=2, bucket_numel=1, keep_params_whole=True)
+    assert [[slot.spec.name for slot in bucket.slots] for bucket in plan.buckets] == [["0", "1"], ["2", "3"]]
 
 
 def test_rows_come_in_the_order_in_which_backward_completes_them() -> None:
@@ -195,6 +209,8 @@ def test_small_buckets_of_the_rest_take_in_what_makes_their_shards_even() -> Non
     """The last one, 256, has its shard beside two of 128."""
     params = [Whole(size, float(size)) for size in (64, 64, 128, 128, 256)]
     assert rows_of(params, 1, 2) == [[0, 1], [2, 3, 4]]
+    more = [Whole(size, float(size)) for size in (384, 256, 320, 128, 128, 64)]
+    assert rows_of(more, 200, 2) == [[0, 1, 2, 3, 4, 5]], "two buckets have more padding than one"
 
 
 def test_where_no_rank_has_room_the_costliest_pile_goes_to_the_rank_that_has_least() -> None:
@@ -359,6 +375,12 @@ def test_a_large_parameter_leaves_the_other_buckets_to_the_small_ones() -> None:
     # A quarter of all, 275, would make two buckets: 1000, and 10 times 10.
     plan = plan_gradients([spec("embedding", 1000), *(spec(f"p{i}", 10) for i in range(10))], num_buckets=4)
     assert [len(bucket.slots) for bucket in plan.buckets] == [1, 4, 4, 2]
+
+
+def test_the_size_grows_until_the_rest_of_whole_parameters_leaves_no_bucket_too_many() -> None:
+    numels = [192, 2112, 192, 448, 2112, 448, 2112, 576, 448, 768, 576]
+    specs = [spec(f"p{index}", numel) for index, numel in enumerate(numels)]
+    assert len(plan_gradients(specs, shard_degree=2, num_buckets=3, keep_params_whole=True).buckets) == 3
 
 
 def test_each_buffer_has_so_many_buckets_and_those_apart_count() -> None:

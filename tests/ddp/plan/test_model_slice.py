@@ -1,14 +1,27 @@
 """What a rank's parameter is of the whole: by Megatron-core's marks, and as other code says it."""
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 from maingrad.ddp import DistributedDataParallelConfig
-from maingrad.ddp.plan.cut import Box
+from maingrad.ddp.contract.main_grad import mark_delayed
+from maingrad.ddp.plan.cut import Box, Range
 from maingrad.ddp.plan.model_slice import ModelSlice, model_slice_of, set_model_slice, slice_of_blocks, slice_of_marks
-from maingrad.ddp.plan.owned_params import find_owned_params, find_tensor_ranks, plan_model, slices_of
+from maingrad.ddp.plan.owned_params import (
+    check_marks,
+    find_owned_params,
+    find_tensor_ranks,
+    plan_model,
+    slices_of,
+    take_marks,
+)
 from maingrad.launch import simulate
+from maingrad.te_integration import Linear
 
 
 def _marked(shape, **marks):
@@ -108,6 +121,80 @@ def test_each_block_of_a_packed_weight_is_cut(blocks, local, is_uneven):
     assert (alone.largest_shape, alone.is_uneven) == ((sum(blocks),), False)
 
 
+@pytest.mark.parametrize(
+    ("mine", "largest", "uneven"), [(2, None, False), (2, 2, False), (1, None, True), (3, None, True), (2, 3, True)]
+)
+def test_a_slice_is_uneven_by_its_own_shape_or_by_the_largest(mine: int, largest: int | None, uneven: bool) -> None:
+    pair: Any = SimpleNamespace(size=lambda: 2)
+    held = ModelSlice((4, 5), (Box((0, 0), (mine, 5)),), 0, pair, "slice", largest)
+    assert held.is_uneven is uneven
+    assert not held._replace(dim=None).is_uneven and not held._replace(group=None).is_uneven
+
+
+def test_boxes_meet_where_both_have_elements() -> None:
+    box = Box((1, 0), (2, 3))
+    assert box.intersect(Box((2, 1), (4, 1))) == Box((2, 1), (1, 1))
+    assert box.intersect(Box((3, 0), (2, 3))) is None
+    assert box.intersect(Box((1, 3), (2, 1))) is None
+    assert Box((), ()).intersect(Box((), ())) == Box((), ())
+    assert Range(2, 6).intersect(Range(4, 9)) == Range(4, 6)
+    assert Range(2, 6).intersect(Range(8, 9)) == Range(6, 6)
+    assert Range(2, 6).intersect(Range(0, 1)) == Range(2, 2)
+
+
+def test_a_mark_that_a_wrapper_answers_for_is_taken_and_stays_known():
+    model = nn.ParameterDict(
+        {name: _marked((2,), **{mark: True}) for name, mark in (("a", "sequence_parallel"), ("b", "sequence_parallel"))}
+    )
+    model["c"] = _marked((2,), average_gradients_across_tp_domain=True)
+    held = {name: slice_of_marks(model[name], None) for name in ("a", "c")}
+    take_marks(model, held)
+    assert (model["a"].sequence_parallel, model["b"].sequence_parallel) == (False, True)
+    assert model["c"].average_gradients_across_tp_domain is False
+    assert [model_slice_of(model[name]) for name in "abc"] == [held["a"], None, held["c"]]
+
+
+def test_matrices_that_stay_whole_are_two_dims_of_a_stack_of_them_each():
+    model = nn.ParameterDict(
+        {"matrix": torch.zeros(4, 2), "stack": torch.zeros(3, 4, 2), "kernel": torch.zeros(2, 2, 2, 2)}
+    )
+    model["none"] = torch.zeros(2, 0, 3)
+    model["vector"] = torch.zeros(8)
+    config = DistributedDataParallelConfig(
+        use_distributed_optimizer=True, keep_matrices_whole=["matrix", "stack", "ker*", "none"]
+    )
+    plan = plan_model(find_owned_params(model), config, shard_degree=2)
+    specs = {slot.spec.name: slot.spec for bucket in plan.buckets for slot in bucket.slots}
+    assert {name for name, spec in specs.items() if spec.whole} == {"matrix", "kernel"}
+    assert {name: spec.atom for name, spec in specs.items() if spec.matrices} == {"stack": 8, "none": 1}
+
+
+def test_a_weight_is_the_modules_alone_if_all_owners_write_its_gradient():
+    for other, alone in ((Linear(2, 2, bias=False), True), (nn.Linear(2, 2, bias=False), False)):
+        model = nn.Sequential(Linear(2, 2, fuse_wgrad_accumulation=True), other)
+        if alone:
+            model[1] = Linear(2, 2, bias=False, fuse_wgrad_accumulation=True)
+        model[1].weight = model[0].weight
+        assert {owned.name: owned.ours_alone for owned in find_owned_params(model)} == {
+            "0.weight": alone,
+            "0.bias": False,
+        }
+
+
+def test_a_mark_delays_a_parameter_whichever_module_owns_it():
+    layer = nn.Linear(2, 2)
+    mark_delayed(layer.weight)
+    assert {owned.name: owned.delayed for owned in find_owned_params(layer)} == {"weight": True, "bias": False}
+
+
+def test_a_tied_parameter_has_the_name_of_its_first_owner() -> None:
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Sequential(nn.Linear(2, 2, bias=False)))
+    model[1][0].weight = model[0].weight
+    (owned,) = find_owned_params(model)
+    assert owned.name == "0.weight"
+    assert owned.owners == ((model[0], "weight"), (model[1][0], "weight"))
+
+
 def test_what_is_said_of_a_parameter_fits_it():
     found = slice_of_marks(_marked((4, 6), tensor_model_parallel=True, partition_dim=1), None)
     param = nn.Parameter(torch.zeros(4, 6))
@@ -118,6 +205,46 @@ def test_what_is_said_of_a_parameter_fits_it():
         set_model_slice(nn.Parameter(torch.zeros(4, 5)), found)
     with pytest.raises(ValueError, match="partition_stride = 4 does not divide the 6 rows"):
         slice_of_marks(_marked((4, 6), tensor_model_parallel=True, partition_dim=1, partition_stride=4), None)
+
+
+@pytest.mark.parametrize(
+    ("mark", "leaves_ranks_out", "larger_world", "told", "sums", "refused"),
+    [
+        ("sequence_parallel", True, True, False, False, True),
+        ("sequence_parallel", False, True, False, False, True),  # Megatron-core's other ranks are among these
+        ("sequence_parallel", False, False, False, False, False),
+        ("sequence_parallel", True, True, True, False, False),
+        ("average_gradients_across_tp_domain", True, True, False, False, True),
+        ("average_gradients_across_tp_domain", False, True, False, False, False),
+        ("average_gradients_across_tp_domain", True, True, True, False, False),
+        ("shared_embedding", True, True, True, False, True),
+        ("shared_embedding", True, True, False, True, False),
+        ("shared_embedding", False, True, False, False, False),
+        ("tensor_model_parallel", True, True, False, False, False),
+    ],
+)
+def test_marks_of_gradients_that_nobody_completes_are_refused(
+    mark, leaves_ranks_out, larger_world, told, sums, refused
+):
+    grid: Any = SimpleNamespace(leaves_ranks_out=leaves_ranks_out, in_larger_world=larger_world)
+    named = [("plain", _marked((2,))), ("marked", _marked((2,), **{mark: True}))]
+    with pytest.raises(ValueError, match=f"parameter 'marked' has {mark} = True") if refused else nullcontext():
+        check_marks(named, grid, None, grid if told else None, sums_embeddings=sums)
+
+
+@pytest.mark.parametrize(
+    ("leaves_ranks_out", "told", "checks", "refused"),
+    [(True, False, True, True), (True, True, True, False), (False, False, True, False), (True, False, False, False)],
+)
+def test_one_rank_alone_would_raise_for_nan_in_its_slices(leaves_ranks_out, told, checks, refused):
+    grid: Any = SimpleNamespace(leaves_ranks_out=leaves_ranks_out, in_larger_world=True)
+    named = [("cut", _marked((2,), tensor_model_parallel=True))]
+    config = DistributedDataParallelConfig(check_for_nan_in_grad=checks)
+    with pytest.raises(ValueError, match="check_for_nan_in_grad would raise on some") if refused else nullcontext():
+        check_marks(iter(named), grid, config, grid if told else None)
+    check_marks(named, grid, None, None)
+    named[0][1].allreduce = False
+    check_marks(named, grid, config, None)  # an expert, which is whole
 
 
 def test_experts_and_slices_over_one_rank_say_nothing_of_tensor_parallel_ranks():

@@ -140,11 +140,21 @@ def averaged_in_collectives(shape: tuple[int, int, int]) -> tuple[Tensor, Tensor
     num_data = shape[0] * shape[1]
     column = GradReduction(grids["slice"], row, factor=1 / num_data, in_collective=True, device=torch.device("cpu"))
     reduction = CopiesReduction(grids["dense"], row, column, torch.device("cpu"))
+    assert reduction.num_collectives == column.num_collectives, "nothing is sent between columns"
+    on_the_wire = GradReduction(grids["slice"], row, factor=1.0, wire_dtype=BF16, device=torch.device("cpu"))
+    sent = CopiesReduction(grids["dense"], row, on_the_wire, torch.device("cpu"))
+    assert (sent.name, reduction.name) == ("all_to_all", "reduce_scatter")
+    assert sent.wire_nbytes(12, torch.float32) == 2 * 12 // shape[2]
     numbers = [torch.arange(12.0) + 100 * data for data in range(num_data)]
     grads = numbers[here.data].clone()
     reduction.start(grads).wait()
     mine = slice(*reduction.owned_range(12))
-    return torch.stack(numbers).mean(0)[mine], grads[mine]
+    expected = torch.stack(numbers).mean(0)[mine]
+    if shape[0] == 1:
+        into = torch.full_like(expected, torch.nan)
+        reduction.start(numbers[here.data].clone(), into).wait()
+        torch.testing.assert_close(into, expected)
+    return expected, grads[mine]
 
 
 @pytest.mark.parametrize("shape", [(1, 2, 2), (2, 1, 2), (2, 2, 2), (1, 1, 2)])

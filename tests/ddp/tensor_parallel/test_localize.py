@@ -566,4 +566,15 @@ def test_slices_get_their_parts_of_whole_initial_values() -> None:
         assert torch.equal(layer.bias, given)
         return weight.detach()
 
+    def of_integers() -> None:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        layer = nn.Linear(2, 4, bias=False)
+        layer.weight = distributed(torch.zeros(4, 2, dtype=torch.uint8), mesh, Shard(0), requires_grad=False)
+        localize(layer)
+        with whole_while(layer, ["weight"], lambda part, shape: torch.empty(shape, dtype=part.dtype)):
+            assert not layer.weight.requires_grad
+            layer.weight.copy_(torch.arange(8).view(4, 2))
+        assert torch.equal(layer.weight, torch.arange(8).view(4, 2).chunk(2)[dist.get_rank()])
+
+    simulate(of_integers, 2)
     assert torch.equal(torch.cat(simulate(on_each_rank, 2)), torch.arange(8.0).view(4, 2))

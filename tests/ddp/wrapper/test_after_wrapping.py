@@ -104,13 +104,17 @@ def test_a_model_that_stays_frozen_is_not_reduced() -> None:
     ddp_backward(ddp, make_batches(1))
 
 
-def test_a_frozen_parameter_without_a_gradient_is_found_behind_one_that_has_its_own() -> None:
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_frozen_parameter_without_a_gradient_is_found_behind_one_that_has_its_own(whole: bool) -> None:
     ddp = wrap(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
     with ddp.no_sync():
         ddp.module[1](torch.ones(1, 2)).sum().backward()
-    ddp.module.requires_grad_(False)
-    with pytest.raises(RuntimeError, match=r"parameter '0\.bias' was frozen"):
-        ddp.finish_grad_sync()
+    (ddp.module if whole else ddp.module[0]).requires_grad_(False)
+    with ddp.no_sync():
+        ddp(torch.ones(1, 2))  # another look at the model
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"parameter '0\.bias' was frozen"):
+            ddp.finish_grad_sync()
 
 
 def test_unfreezing_after_wrapping_is_refused_at_the_next_forward() -> None:

@@ -11,6 +11,7 @@ from changing import CHANGES, MOMENTS, Changing, ddp_run, outcome, unfreeze
 from torch import nn
 
 from maingrad.ddp import DistributedDataParallel, DistributedOptimizer, GraphedTrainingStep
+from maingrad.ddp.contract.main_grad import record_of
 from maingrad.launch import simulate
 from maingrad.te_integration import WgradQueue, delayed_wgrad
 
@@ -69,6 +70,8 @@ def test_a_change_behind_a_methods_forward_is_refused_before_gradients_leave(ove
         loss = run.loss_of(torch.ones(2, 6))
         with pytest.raises(RuntimeError, match=UNFROZEN):
             loss.backward() if overlap else [loss.backward(), run.step()]
+        records = [record_of(param) for param in run.module.parameters()]
+        assert all(record is None or record.closed is None for record in records), "nothing was launched"
 
     simulate(on_rank, 2)
 

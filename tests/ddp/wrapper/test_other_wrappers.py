@@ -4,6 +4,7 @@ import gc
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,10 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
 
 from maingrad.ddp import DistributedDataParallel
+from maingrad.ddp.contract import torch_wrappers
+from maingrad.ddp.contract.grouped_wgrad import GroupedWgrad
 from maingrad.ddp.contract.module import is_sharded
+from maingrad.ddp.contract.target import choose_target
 from maingrad.fsdp import fully_shard
 from maingrad.launch import simulate
 from maingrad.launch.simulation.simulate import SimulatedRankError
@@ -319,3 +323,69 @@ def test_a_parameter_that_was_sharded_in_another_module_is_refused() -> None:
             DistributedDataParallel(holder)
 
     simulate(on_each_rank, 2)
+
+
+def a_torch_wrapper() -> TorchDDP:
+    return TorchDDP.__new__(TorchDDP)
+
+
+@pytest.mark.parametrize(("depth", "found"), [(0, True), (2, True), (3, False)])
+def test_torchs_constructor_is_found_behind_a_method_and_a_comprehension(depth: int, found: bool) -> None:
+    """The names of parameters are asked for in a frame of its own, whose ``self`` may be another object."""
+    wrapper = a_torch_wrapper()
+    frame: Any = SimpleNamespace(f_locals={"self": wrapper}, f_back=None)
+    for number in range(depth):
+        frame = SimpleNamespace(f_locals={"self": "another"} if number else {}, f_back=frame)
+    assert torch_wrappers._wrapper_of(frame) is (wrapper if found else None)
+
+
+@pytest.mark.parametrize(("taken", "refused"), [("none yet", True), ("others", False), ("these", True)])
+def test_torchs_wrapper_is_refused_around_what_it_takes(
+    taken: str, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While its constructor has not said what it takes, that is anything."""
+    param, wrapper = nn.Parameter(torch.ones(1)), a_torch_wrapper()
+    params = {"none yet": None, "others": [nn.Parameter(torch.ones(1))], "these": [param]}[taken]
+    monkeypatch.setattr(torch_wrappers, "active_torch_ddp", lambda: wrapper)
+    monkeypatch.setattr(torch_wrappers, "params_of_torch_ddp", lambda _: params)
+    for check in (
+        lambda: torch_wrappers.check_not_inside([param], "ours"),
+        lambda: torch_wrappers.refuse_delay("layer", param),
+    ):
+        with pytest.raises(RuntimeError, match=r"torch\.nn\.parallel\.D") if refused else nullcontext():
+            check()
+
+
+def test_the_wrapper_of_the_last_forward_counts_in_a_recompute(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, wrapper = nn.Linear(1, 1), a_torch_wrapper()
+    monkeypatch.setattr(torch_wrappers, "active_torch_ddp", lambda: wrapper)
+    monkeypatch.setattr(torch_wrappers, "params_of_torch_ddp", lambda _: None)
+    monkeypatch.setattr(torch_wrappers, "current_backward", lambda: 1)
+    torch_wrappers.record_without_grad(layer, [])
+    wrapper = a_torch_wrapper()
+    gc.collect()
+    torch_wrappers.refuse_delay_in_recompute(layer, lambda: "layer")  # the first one is gone
+    torch_wrappers.record_without_grad(layer, [])
+    with pytest.raises(RuntimeError, match="layer: a delayed weight gradient under torch"):
+        torch_wrappers.refuse_delay_in_recompute(layer, lambda: "layer")
+
+
+@pytest.mark.parametrize("gathered", [(0,), (0, 1), ()])
+def test_weights_that_torch_has_gathered_are_written_where_it_sums(
+    gathered: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others of the same product have an accumulator of their own."""
+    weights = [nn.Parameter(torch.zeros(2, 2)) for _ in range(2)]
+    sums = torch.ones(2, 2)
+    shards: Any = SimpleNamespace(accumulator=lambda weight: sums)
+    for number, weight in enumerate(weights):
+        if number not in gathered:
+            weight.main_grad = torch.zeros(2, 2)
+    monkeypatch.setattr(
+        torch_wrappers.TorchShards, "of", lambda weight: shards if any(weight is weights[n] for n in gathered) else None
+    )
+    target = choose_target(weights, ["one", "two"], GroupedWgrad(weights), "layer", fused=True, queue=None)
+    assert isinstance(target, torch_wrappers.TorchShardedTarget) is bool(gathered)
+    for number, place in enumerate(target.resolve([True, True])):
+        assert place is not None
+        assert place.accumulator is (sums if number in gathered else weights[number].main_grad)
