@@ -229,6 +229,27 @@ def test_what_would_cover_one_ranks_slices_is_refused(way: str) -> None:
         assert "slice of tensor parallelism" in text
 
 
+def test_without_data_parallel_ranks_a_norm_of_slices_is_refused_too() -> None:
+    """The other slices are on other ranks then as well."""
+
+    def on_each_rank() -> list[str]:
+        alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+        model = wrap("ddp", Cut(dist.get_rank()), alone)
+        model(torch.ones(2, 4)).square().sum().backward()
+        scaler = GradScaler("cpu", init_scale=2.0)
+        scaler.scale(torch.ones(()))
+        optimizer = DistributedOptimizer(model, lr=1.0)
+        return [
+            refusal(lambda: clip_grad_norm(model, 1.0)),
+            refusal(lambda: DistributedOptimizer(model, lr=1.0, max_grad_norm=1.0)),
+            refusal(lambda: scaler.unscale_(optimizer)),
+            refusal(lambda: wrap("ddp", Cut(dist.get_rank()), alone, check_for_nan_in_grad=True)),
+        ]
+
+    for text in all_texts(on_each_rank, ranks=2):
+        assert "'up.weight' is a slice of tensor parallelism" in text
+
+
 def after_setting_a_mark_to_false(way: str, mark: str) -> float:
     """The remedy where all ranks hold whole parameters after all, as at a tensor-parallel degree of 1. Megatron-core
     marks experts as slices too, whole or cut."""

@@ -25,6 +25,8 @@ X = torch.arange(6.0).view(2, 3)
         (lambda: torch.empty(2).bernoulli_(torch.tensor([0.25, 1.0])), torch.tensor([0.25, 1.0])),
         (lambda: torch.empty(2, dtype=torch.bool).bernoulli_(0.75), torch.tensor([True, True])),
         (lambda: torch.empty(2, dtype=torch.bool).bernoulli_(0.25), torch.tensor([False, False])),
+        (lambda: torch.empty(2, dtype=torch.bool).bernoulli_(0.5), torch.tensor([True, True])),
+        (lambda: torch.zeros(2, dtype=torch.int64).bernoulli_(0.5), torch.tensor([1, 1])),
         (lambda: torch.rand(2), torch.full((2,), 0.5)),
         (lambda: torch.rand_like(X), torch.full((2, 3), 0.5)),
         (lambda: torch.empty(2).uniform_(1, 4), torch.full((2,), 2.5)),

@@ -237,6 +237,11 @@ def test_names_files_and_copies_are_as_before(name: str, tmp_path: Any) -> None:
     assert vars(model.lm_head).keys() == vars(plain.lm_head).keys()
     assert type(model) is type(plain) and type(model.lm_head) is nn.Linear
     assert torch.equal(model(**batch()).loss, expected)
+    outer = nn.ModuleDict({"student": nn.Sequential(model)})
+    convert_linears(outer, fused_loss="in_forward")
+    assert type(model) is not type(plain)
+    assert "student.0.lm_head" in unconvert(outer)
+    assert type(model) is type(plain) and type(model.lm_head) is nn.Linear
 
 
 class Doubled(LlamaForCausalLM):

@@ -32,6 +32,18 @@ def count_of(path: Path, operator: str) -> int:
     return sum(event.get("name") == operator for event in events)
 
 
+@pytest.mark.parametrize(("ranks", "names"), [([0], ["trace-step-0-rank-0.json.gz"]), ([1], [])])
+def test_steps_are_counted_from_0(ranks: list[int], names: list[str], tmp_path: Path):
+    runtime = Runtime(0, 2, torch.device("cpu"))
+    profiler = StepProfiler(config_of(tmp_path, {"first_step": 0, "num_steps": 1, "ranks": ranks}), runtime)
+    for step in range(2):
+        with profiler.step(step):
+            torch.ones(2).cos()
+    folder = tmp_path / "run" / "profile"
+    assert [path.name for path in folder.glob("*")] == names
+    assert [count_of(folder / name, "aten::cos") for name in names] == [1] * len(names)
+
+
 @pytest.mark.parametrize("num_steps", [1, 3])
 @pytest.mark.sampled(1)
 def test_a_trace_has_the_steps_that_were_asked_for(num_steps: int, tmp_path: Path):
