@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer, add_grad
 from maingrad.fsdp import fully_shard
 from maingrad.launch import simulate
-from maingrad.te_integration import convert_linears
+from maingrad.te_integration import Linear, convert_linears
 
 RANKS = 2
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -72,6 +72,22 @@ def test_projected_gradients_train_as_in_plain_pytorch(how: str, fused: bool) ->
     for found in simulate(train, RANKS):
         for name, param in plain.named_parameters():
             torch.testing.assert_close(found[name], param.detach())
+
+
+@pytest.mark.parametrize("given", [("q_weight",), ("k_weight",), ("q_weight", "k_weight"), ()])
+def test_weights_of_one_product_are_overwritten_each_for_itself(given: tuple[str, ...]) -> None:
+    """One of them may have a gradient of this iteration already."""
+    layer = Linear(4, 6, bias=False, parameters_split={"q_": 3, "k_": 3}, fuse_wgrad_accumulation=True)
+    ddp, x = DistributedDataParallel(layer), torch.arange(8.0).view(2, 4)
+    for number in (1, 2):
+        for name in given:
+            add_grad(getattr(layer, name), torch.full((3, 4), 5.0))
+        ddp(x).sum().backward()
+        ddp.finish_grad_sync()
+        for name in ("q_weight", "k_weight"):
+            expected = x.sum(0).expand(3, 4) + 5.0 * (name in given)
+            assert torch.equal(getattr(layer, name).main_grad, expected), f"iteration {number}"
+        ddp.zero_grad_buffer()
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])

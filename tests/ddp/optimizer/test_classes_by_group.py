@@ -207,6 +207,23 @@ def test_clipping_by_masters_whose_number_differs_between_ranks(norm_type: float
         torch.testing.assert_close(clipped.item(), 1e-3, rtol=1e-2, atol=0)
 
 
+def test_a_rank_that_updates_nothing_of_a_bucket_has_its_masters() -> None:
+    """A bucket may be shorter than the shards of all ranks."""
+
+    def on_each_rank() -> bool:
+        ddp, optimizer = build(torch.float32, LAYOUTS["zero1, matrices alone whole"])
+        train(ddp, optimizer, torch.float32, range(2))
+        state, before = copy.deepcopy(optimizer.state_dict()), weights(ddp)
+        assert len(state["masters"]) == len(ddp.buckets)
+        train(ddp, optimizer, torch.float32, range(2, 3))
+        optimizer.load_state_dict(state)
+        assert_same(weights(ddp), before)
+        nothing = {held.bucket_param.bucket.index for held in optimizer.slices if held.segment is None}
+        return bool(nothing - {held.bucket_param.bucket.index for held in optimizer.slices if held.segment is not None})
+
+    assert any(simulate(on_each_rank, 3))
+
+
 def test_state_dicts_of_all_classes() -> None:
     def on_each_rank() -> dict[str, Tensor]:
         ddp, optimizer = build(BF16, ZERO1)
