@@ -127,6 +127,18 @@ def test_a_slice_of_a_tensor_without_elements_is_stored() -> None:
     check_tiling((0, 6), [part.box])
 
 
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_load_writes_into_a_slice_of_several_blocks(dim: int) -> None:
+    """As a fused projection has it. The parts are the parameter's memory, whichever dim is cut."""
+    whole = torch.arange(64.0).view(8, 8)
+    boxes = tuple(Box((start, 0), (2, 8)) if dim == 0 else Box((0, start), (8, 2)) for start in (2, 6))
+    cut = ModelSlice((8, 8), boxes, dim, None, "slice")
+    mine = torch.zeros(cut.local_shape)
+    for part, views in part_of_whole("w", "model", mine, cut).items():
+        views["model"].copy_(whole[tuple(map(slice, part.box.offsets, part.box.ends))])
+    assert torch.equal(mine, torch.cat([whole.narrow(dim, start, 2) for start in (2, 6)], dim))
+
+
 def test_a_scalar_is_one_box() -> None:
     assert boxes_of_range((), 0, 1) == [Box((), ())]
     assert boxes_of_range((), 0, 0) == []
