@@ -11,6 +11,7 @@ fsdp, hsdp             the module itself, after ``fully_shard``        the optim
 
 import dataclasses
 import hashlib
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -154,8 +155,8 @@ class Wrapped:
 
     def whole_weights(self, *, wanted: bool) -> dict[str, Tensor]:
         """Copies of all parameters and buffers on the CPU, by name; empty unless ``wanted``. Collective."""
-        found = {name: param.detach().to("cpu", copy=True) for name, param in self._whole_params() if wanted}
-        return found | {n: value.to("cpu", copy=True) for n, value in self._module.named_buffers() if wanted}
+        found = itertools.chain(self._whole_params(), self._module.named_buffers())
+        return {name: tensor.detach().to("cpu", copy=True) for name, tensor in found if wanted}
 
     def digest(self, *, wanted: bool) -> str | None:
         """SHA-256 of all parameters, to compare runs bit for bit; None unless ``wanted``. Collective."""

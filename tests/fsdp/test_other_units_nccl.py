@@ -1,7 +1,6 @@
 """Over NCCL the comparison of ranks is read an iteration later: both ranks raise there, or before they save."""
 
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gloo import run_ranks
+from refusals import refusal
 from sharded_on_gpus import here, nccl
 from torch import Tensor, nn
 
@@ -31,14 +31,6 @@ class Net(nn.Module):
         for index in self.order:
             x = x + torch.tanh(self.blocks[index](x))
         return x
-
-
-def refusal(run: Callable[[], None]) -> str:
-    try:
-        run()
-    except RuntimeError as error:
-        return str(error)
-    return "nothing was raised"
 
 
 def sharded(group: Any) -> tuple[Any, torch.optim.Optimizer]:

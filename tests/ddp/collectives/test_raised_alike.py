@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from gloo import run_ranks
 from loops import assert_same, ddp_backward, make_batches, make_model, weights, wrap
+from refusals import refusal
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -295,14 +296,6 @@ def test_who_interrupts_a_rank_does_not_raise_an_error_on_the_others() -> None:
 
 
 # ---- Steps that ranks compare, by what each has counted. ----
-
-
-def refusal(run: Callable[[], None]) -> str:
-    try:
-        run()
-    except RuntimeError as error:
-        return str(error)
-    return "nothing was raised"
 
 
 def test_a_captured_iteration_is_not_compared() -> None:

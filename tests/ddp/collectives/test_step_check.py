@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gloo import run_ranks
+from refusals import refusal
 from torch import Tensor, nn
 
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer, save_checkpoint
@@ -56,14 +57,6 @@ class Job:
         self.loss(step).backward()
         self.reduce()
         self.step()
-
-
-def refusal(run: Callable[[], None]) -> str:
-    try:
-        run()
-    except RuntimeError as error:
-        return str(error)
-    return "nothing was raised"
 
 
 def skips_after_the_forward(job: Job, *, bad: bool, step: int) -> None:

@@ -31,6 +31,14 @@ class Delaying(nn.Module):
         return x
 
 
+def backward_and_drain(model: Any, batch: Tensor, queue: WgradQueue) -> None:
+    """The queue is drained outside of the block that delays."""
+    with delayed_wgrad(queue):
+        loss = mean_loss(model(batch))
+    loss.backward()
+    queue.drain()
+
+
 def two_models(kind: str) -> tuple[Any, Any]:
     """With equal weights, sharded alike."""
     torch.manual_seed(0)
@@ -362,11 +370,7 @@ def test_24_a_queue_that_is_drained_leaves_the_units_name_until_the_step() -> No
         model, _ = two_models("zero3")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         first, second = batches_of(dist.get_rank(), 2)
-        queue = WgradQueue()
-        with delayed_wgrad(queue):
-            loss = mean_loss(model(first))
-        loss.backward()
-        queue.drain()
+        backward_and_drain(model, first, WgradQueue())
         refusal = r"^a forward after the iteration's last backward, in which weight gradients of the outermost unit"
         with pytest.raises(RuntimeError, match=refusal):
             model(second)
@@ -382,10 +386,7 @@ def test_24_a_step_over_two_models_ends_the_delays_of_both() -> None:
         optimizer = torch.optim.SGD([param for model in models for param in model.parameters()], lr=0.1)
         first, second = batches_of(dist.get_rank(), 2)
         for model in models:
-            with delayed_wgrad(queue):
-                loss = mean_loss(model(first))
-            loss.backward()
-            queue.drain()
+            backward_and_drain(model, first, queue)
         optimizer.step()
         for model in models:
             model(second)
@@ -509,11 +510,7 @@ def test_an_iteration_behind_a_delayed_one_delays_nothing() -> None:
         model, _ = two_models("zero3")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         first, second = batches_of(dist.get_rank(), 2)
-        queue = WgradQueue()
-        with delayed_wgrad(queue):
-            loss = mean_loss(model(first))
-        loss.backward()
-        queue.drain()
+        backward_and_drain(model, first, WgradQueue())
         optimizer.step()
         optimizer.zero_grad()
         mean_loss(model(second)).backward()

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gloo import run_ranks
+from refusals import refusal
 from sharded_twin import options_of, ranks_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -47,12 +48,16 @@ def sharded(choose: Choose, kind: str) -> Any:
     return fully_shard(model, **options)
 
 
-def refusal(run: Callable[[], None]) -> str:
-    try:
-        run()
-    except RuntimeError as error:
-        return str(error)
-    return "nothing was raised"
+def train_unevenly(model: Any, place: int) -> None:
+    """Three steps, in which each place has another number of microbatches."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        with model.no_sync():
+            for _ in range((place + step) % 3):
+                model(torch.ones(2, WIDTH)).sum().backward()
+        model(torch.ones(2, WIDTH)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def train(model: Any, steps: int) -> None:
@@ -237,18 +242,7 @@ def test_another_number_of_microbatches_under_zero1() -> None:
 
     def on_each_rank() -> str:
         model = sharded(lambda rank, number: range(NUM_BLOCKS), "zero1")
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-        def run() -> None:
-            for step in range(3):
-                with model.no_sync():
-                    for _ in range((dist.get_rank() + step) % 3):
-                        model(torch.ones(2, WIDTH)).sum().backward()
-                model(torch.ones(2, WIDTH)).sum().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-
-        return refusal(run)
+        return refusal(lambda: train_unevenly(model, dist.get_rank()))
 
     assert simulate(on_each_rank, 2) == ["nothing was raised"] * 2
 
@@ -391,17 +385,6 @@ def test_instances_may_have_other_numbers_of_microbatches() -> None:
         mesh = init_device_mesh("cpu", (2, 2))
         for module in (*model.blocks, model):
             fully_shard(module, mesh, "hsdp")
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-        def run() -> None:
-            for step in range(3):
-                with model.no_sync():
-                    for _ in range((dist.get_rank() // 2 + step) % 3):
-                        model(torch.ones(2, WIDTH)).sum().backward()
-                model(torch.ones(2, WIDTH)).sum().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-
-        return refusal(run)
+        return refusal(lambda: train_unevenly(model, dist.get_rank() // 2))
 
     assert simulate(on_each_rank, 4) == ["nothing was raised"] * 4
