@@ -25,6 +25,8 @@ from torch.utils._pytree import tree_leaves
 
 from maingrad.ddp import load_checkpoint, prepare_background_saves, save_checkpoint
 from maingrad.ddp.checkpoint import background
+from maingrad.ddp.checkpoint.source import CheckpointRanks
+from maingrad.ddp.collectives.failure_report import CollectiveError
 from maingrad.fsdp import fully_shard
 from maingrad.launch import simulate
 from maingrad.launch.simulation.simulate import SimulatedRankError
@@ -451,6 +453,24 @@ def test_an_error_is_raised_once_and_holds_no_memory(
             each.wait()
     save_checkpoint(tmp_path / "c", model, extra="later")
     assert load_checkpoint(tmp_path / "c", model) == "later"
+
+
+@pytest.mark.parametrize(("error", "stays"), [(CollectiveError("a rank is gone"), True), (OSError("no space"), False)])
+def test_files_of_a_background_save_stay_where_a_rank_is_gone(
+    error: Exception, stays: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other ranks may still be writing into the folder then."""
+
+    def fails(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(background, "write_rank_file", lambda *_: None)  # the file comes too late
+    pending = save_checkpoint(tmp_path / "c", nn.Linear(2, 2), background=True)
+    monkeypatch.setattr(CheckpointRanks, "run_on_all_ranks", fails)
+    with pytest.raises(type(error), match=str(error)):
+        pending.wait()
+    assert pending.done() and pending.failed()
+    assert (tmp_path / "c.incomplete").exists() is stays
 
 
 def test_a_save_whose_thread_is_ended_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

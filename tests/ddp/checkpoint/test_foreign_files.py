@@ -166,7 +166,8 @@ def test_a_deletion_that_does_not_end_leaves_what_is_known_as_that(tmp_path: Pat
         with pytest.raises(KeyboardInterrupt):
             remove(tmp_path / "c")
         monkeypatch.undo()
-        assert is_complete(tmp_path / "c") if last == 0 else is_left_to_delete(tmp_path / "c")
+        assert is_complete(tmp_path / "c") == (last == 0)
+        assert is_left_to_delete(tmp_path / "c") == is_being_deleted(tmp_path / "c") == (last > 0)
         remove(tmp_path / "c")
         assert not (tmp_path / "c").exists()
 

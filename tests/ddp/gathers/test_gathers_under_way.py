@@ -304,6 +304,26 @@ def test_reads_are_refused_until_they_are_allowed(monkeypatch: pytest.MonkeyPatc
     assert one.waits() == [True] * 3 and 3 not in arrived
 
 
+def test_a_parameter_that_cannot_wait_is_read_where_others_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = Watched(monkeypatch, Opinionated)
+    guard_reads([one.module], [one.gather], "no {name} in a capture")
+    assert one.module(torch.ones(1, 2)).isfinite().all() and not one.module._forward_pre_hooks
+    one.gather.allow_reads()
+    one.gather.wait()
+
+
+def test_a_scripted_module_is_waited_for_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """C++ reads its parameters."""
+    one = Watched(monkeypatch)
+    scripted = torch.jit.script(nn.Linear(1, 2, bias=False))
+    scripted.weight = one.module.weight
+    arrived: list[int] = []
+    one.ends = [lambda: arrived.append(1)]
+    one.gather.start(None)
+    guard_reads([scripted], [one.gather])
+    assert arrived == [1] and one.waits() == [False] * 3
+
+
 def test_a_forward_has_the_parameters_of_containers_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their own ``forward`` is none, and other children wait in theirs."""
     one, around = Watched(monkeypatch), nn.Module()

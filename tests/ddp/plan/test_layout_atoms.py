@@ -254,6 +254,16 @@ def test_shards_are_multiples_of_what_makes_them_short(
     assert arrange(numels, atoms, degree, 8).shard_numel == shard_numel
 
 
+@pytest.mark.parametrize(
+    ("numels", "atoms", "degree", "multiple", "shard_numel"),
+    [([2, 7000], [1, 1000], 2, 1, 7040), ([9000, 12000, 1088], [1000, 1000, 64], 3, 64, 12032)],
+)
+def test_parameters_stay_whole_where_multiples_of_every_atom_are_longer(
+    numels: list[int], atoms: list[int], degree: int, multiple: int, shard_numel: int
+) -> None:
+    assert arrange(numels, atoms, degree, multiple).shard_numel == shard_numel
+
+
 def test_experts_on_other_ranks_have_borders_of_their_own() -> None:
     specs = [spec("dense", 6, 192, atom=192), spec("expert", 5, 320, atom=320, grid_name="expert")]
     plan = plan_gradients(specs, shard_degree={"dense": 4, "expert": 2})

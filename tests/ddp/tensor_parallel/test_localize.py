@@ -21,7 +21,7 @@ from parallel_llama import (
     whole_grads,
 )
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
@@ -294,6 +294,9 @@ def test_the_ranks_are_those_of_the_first_that_tells() -> None:
         on_two_dims(layer, mesh)
         assert ranks_told(layer, None) is tp
         assert not is_one_slice(layer.weight)
+        part = DeviceMesh("cpu", [0, 1])
+        assert ranks_told(nn.Linear(6, 6), part) is (part.get_group() if dist.get_rank() < 2 else None)
+        assert ranks_told(layer, mesh) is tp
 
     simulate(on_each_rank, 4)
 
@@ -464,6 +467,22 @@ def test_conversion_may_be_undone_between() -> None:
         assert not convert_linears(model).skipped
         torch.testing.assert_close(model(*batch(0)), loss)
         torch.testing.assert_close(full(model.state_dict()["head.weight"]), llama().head.weight)
+
+    simulate(on_each_rank, 2)
+
+
+def test_a_forward_that_the_user_has_replaced_is_not_converted() -> None:
+    def on_each_rank() -> None:
+        mesh = make_mesh(1, 2)
+        for replaced in (False, True):
+            model = nn.Sequential(nn.Linear(6, 6))
+            parallelize_module(model[0], mesh["tp"], ColwiseParallel())
+            if replaced:
+                model[0].forward = lambda x: 2 * x
+            localize(model)
+            skipped = convert_linears(model).skipped
+            assert bool(skipped) == replaced
+            assert all("forward was replaced on this instance" in reason for reason in skipped.values())
 
     simulate(on_each_rank, 2)
 

@@ -62,20 +62,36 @@ def test_gradients_are_those_of_the_whole_model(kind: str, order: str) -> None:
         assert fused == (set() if order == "not converted" else products)
 
 
-def test_norms_of_queries_and_keys_have_partial_gradients() -> None:
+@pytest.mark.parametrize("hooked", [True, False])
+def test_norms_of_queries_and_keys_have_partial_gradients(hooked: bool) -> None:
+    """The program's own hooks stay; those of transformers go, and no later forward brings them back."""
+
     def on_each_rank() -> None:
         mesh = make_mesh(1, 2)
         model = make("Qwen3")
         cut(model, mesh)
-        loss_of(model, 0)
+        if hooked:
+            loss_of(model, 0)
+        norms = [name for name, _ in model.named_parameters() if "q_norm" in name or "k_norm" in name]
+        called: list[str] = []
+        for name in norms:
+            param = model.get_parameter(name)
+            param.register_post_accumulate_grad_hook(lambda _, name=name: called.append(name))
         localize(model)
-        DistributedDataParallel(model, process_group=mesh["dp"])
-        for name, param in model.named_parameters():
-            held = model_slice_of(param)
-            if "q_norm" in name or "k_norm" in name:
-                assert held is not None
-                assert held.grad == "partial"
-                assert not param._post_accumulate_grad_hooks or len(param._post_accumulate_grad_hooks) == 1  # ours
+        wrapped = DistributedDataParallel(model, process_group=mesh["dp"])
+        for name in norms:
+            held = model_slice_of(model.get_parameter(name))
+            assert held is not None
+            assert held.grad == "partial"
+        loss_of(wrapped, 0).backward()
+        assert sorted(called) == sorted(norms)
+        wrapped.finish_grad_sync()
+        plain = make("Qwen3")
+        loss_of(plain, 0).backward()
+        assert norms
+        for name in norms:
+            summed = model.get_parameter(name).grad.full_tensor()
+            torch.testing.assert_close(summed, plain.get_parameter(name).grad, rtol=1e-4, atol=1e-7)
 
     simulate(on_each_rank, 2)
 
