@@ -91,7 +91,9 @@ def test_a_chain_waits_for_each_of_its_collectives_before_the_next(stages: tuple
             done.append(f"{name} begins")
             yield None if name is None else Work(name)
 
-    flight = in_stages(chain(), ())
+    memory = torch.ones(1)
+    flight = in_stages(chain(), (memory,))
+    assert flight.tensors[0] is memory, "it stays until the chain is over"
     assert done == [f"{name} begins" for name in stages[:1]]
     for _ in range(2):  # a second wait finds it over
         flight.wait()

@@ -21,7 +21,7 @@ from maingrad.ddp import (
     save_checkpoint,
 )
 from maingrad.ddp.collectives.failure_report import FailureReporter, run_and_gather, run_on_all_ranks
-from maingrad.ddp.collectives.rank_grid import make_grid
+from maingrad.ddp.collectives.rank_grid import make_grid, make_grids
 from maingrad.ddp.collectives.step_check import StepCheck
 from maingrad.ddp.collectives.streams import capturing
 from maingrad.launch import simulate
@@ -385,3 +385,18 @@ def test_a_forward_behind_an_iteration_that_was_given_up_counts() -> None:
     for text in simulate(on_each_rank, 2):
         assert "ranks have skipped different batches before iteration 2" in text
         assert "1 on rank 0, 0 on rank 1" in text
+
+
+def test_each_comparison_travels_with_the_gathers_of_its_ranks() -> None:
+    """At the end of a backward another wrapper's reductions may be under way on one rank alone."""
+
+    def on_each_rank() -> None:
+        first = dist.get_rank() % 2
+        experts = dist.new_group([first, first + 2], use_local_synchronization=True)
+        grids = make_grids(None, experts, has_experts=True, num_instances=1, separate_gather=True)
+        steps = StepCheck(grids["dense"], FailureReporter(), torch.device("cpu"), None, grids.values())
+        for kind in ("dense", "expert"):
+            log = steps.log_of(grids[kind].inner)
+            assert log is not None and log.over is grids[kind].gather, kind
+
+    simulate(on_each_rank, 4)

@@ -327,6 +327,13 @@ def test_a_process_alone_may_have_the_others_as_slices_or_as_replicas() -> None:
             grids = make_grids(ranks, WORLD_OF_ONE, tensor_ranks=tensor_ranks, **options)
             assert ranks_of(grids["dense"].inner) == [dist.get_rank() // 2 * 2 + n for n in (0, 1)]
             assert grids["expert"].size == 1
+        pair = neighbours()
+        assert (
+            make_grids(groups_of_one(), None, tensor_ranks=pair, **options | {"has_experts": False})["dense"].inner
+            is pair
+        )
+        alone = make_grids(WORLD_OF_ONE, WORLD_OF_ONE, **options)
+        assert alone["expert"] is alone["dense"]
 
     simulate(on_each_rank, 4)
 

@@ -186,8 +186,12 @@ def test_marks_of_a_dtensor_are_the_parameters() -> None:
         layer = nn.Linear(6, 6)
         layer.weight = distributed(layer.weight, mesh["tp"], Shard(0))
         layer.weight.shared_embedding = True  # type: ignore[assignment]
+        columns = DTensor.from_local(torch.rand(6, 3).t(), mesh["tp"], [Shard(0)], run_check=False)
+        layer.columns = nn.Parameter(columns)
         localize(layer)
         assert layer.weight.shared_embedding is True
+        assert layer.columns.is_contiguous(), "kernels of a bucket read rows"
+        assert torch.equal(layer.columns, DTensor.to_local(columns))
 
     simulate(on_each_rank, 2)
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig
 from maingrad.ddp.plan.model_slice import model_slice_of
-from maingrad.ddp.plan.tensor_parallel.localize import layouts_of
+from maingrad.ddp.plan.tensor_parallel.localize import layouts_of, localize
 from maingrad.launch.simulation.simulate import SimulatedRankError, simulate
 from maingrad.te_integration import Linear, convert_linears
 
@@ -97,6 +97,8 @@ OTHERS = {
     "rows of a part of the batch": (Shard(0), Shard(1), Replicate()),
     "a bias that is no part of the columns": (Replicate(), Shard(0), Replicate()),
     "copies of a part of the features": (Shard(2), Replicate(), Replicate()),
+    "rows and a bias that is cut": (Shard(2), Shard(1), Shard(0)),
+    "copies and a bias that is cut": (Replicate(), Replicate(), Shard(0)),
 }
 
 
@@ -159,3 +161,24 @@ def test_a_partial_input_is_no_rule() -> None:
     for cut in (Shard(0), Replicate()):
         for writes in simulate(run, 2, Partial(), cut, None, convert=True, tp=2):
             assert writes == [0]
+
+
+@pytest.mark.parametrize("at", [Shard(1), Replicate()])
+def test_no_backward_sums_the_gradient_of_a_copy(at: Placement) -> None:
+    """Each rank keeps its part: of its rows, or on the first rank of all rows."""
+
+    def on_each_rank() -> tuple[torch.Tensor, torch.Tensor]:
+        mesh = make_mesh(1, 2)
+        layer = nn.LayerNorm(K)
+        plain = copy.deepcopy(layer)
+        distribute(layer, mesh["tp"], Replicate(), Replicate())
+        localize(layer)
+        x = inputs(0, 2)
+        plain(x).square().sum().backward()
+        layer(distribute_tensor(x, mesh["tp"], [at])).to_local().square().sum().backward()
+        return layer.weight.grad, plain.weight.grad
+
+    schedule: list[tuple[int, str]] = []
+    (first, whole), (second, _) = simulate(on_each_rank, 2, schedule=schedule)
+    torch.testing.assert_close(first + second, whole)
+    assert not [event for _, event in schedule if "all_reduce" in event or "reduce_scatter" in event]
