@@ -173,7 +173,7 @@ def _warn_of_ties(found: list[tuple[nn.Module, str, "DTensor"]]) -> None:
         for kind in (nn.Embedding, nn.Linear)
     )
     for table, head in itertools.product(tables, heads):
-        if table is head or table.shape != head.shape or table.placements != head.placements:
+        if table is head or table.shape != head.shape:
             continue
         if torch.equal(DTensor.to_local(table), DTensor.to_local(head)):
             warnings.warn(

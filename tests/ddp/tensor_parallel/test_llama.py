@@ -220,6 +220,21 @@ def test_state_dicts_have_dtensors_and_take_what_torch_saves(plan: str, tmp_path
     simulate(saved_and_loaded, 4, plan, tmp_path)
 
 
+def states_of_units() -> None:
+    mesh = make_mesh()
+    model = fully_shard(make("tp", "tp first", mesh), mesh["dp"])
+    assert_equal_states(model, llama().state_dict())
+    own = {name: value.clone() for name, value in model.state_dict().items()}
+    other = llama(seed=1).state_dict()
+    for given, expected in ((other, other), (own, llama().state_dict())):
+        model.load_state_dict(given)
+        assert_equal_states(model, expected)
+
+
+def test_a_unit_translates_the_states_of_its_slices() -> None:
+    simulate(states_of_units, 4)
+
+
 def wrong_state() -> None:
     mesh = make_mesh()
     model = make("tp", "tp first", mesh)

@@ -127,10 +127,12 @@ def test_two_heads_that_were_tied_are_said_once() -> None:
     assert simulate(on_each_rank, 2) == [1, 1]
 
 
-def test_ranks_without_elements_say_nothing_of_ties() -> None:
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_ranks_without_elements_say_nothing_of_ties(device: str) -> None:
     def on_each_rank() -> list[str]:
         mesh = make_mesh(1, 4)
-        model = nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 9))
+        with torch.device(device):
+            model = nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 9))
         plan = {"0": RowwiseParallel(input_layouts=Replicate()), "1": ColwiseParallel()}
         parallelize_module(model, mesh["tp"], plan)
         with warnings.catch_warnings(record=True) as caught:
