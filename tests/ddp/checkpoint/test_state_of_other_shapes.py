@@ -26,6 +26,7 @@ from maingrad.ddp import (
     load_checkpoint,
     save_checkpoint,
 )
+from maingrad.ddp.checkpoint.files.manifest import to_json
 from maingrad.ddp.checkpoint.source import HeldSlice, Holding, ModelTensors
 from maingrad.fsdp import fully_shard
 from maingrad.launch import simulate
@@ -414,6 +415,18 @@ def test_a_tensor_that_has_as_many_elements_as_a_parameter_is_not_that_parameter
     assert not has_whole((2, 3), 4, 4)
     assert not has_whole((2, 3), 6, 8)
     assert not has_whole((2, 3), 6, None)
+
+
+def test_two_tensors_of_state_that_would_have_one_name_are_refused() -> None:
+    """One in a list, and one whose key is as the list's with the index."""
+    others: dict[str, Tensor] = {}
+    first, second = torch.zeros(2, 3), torch.ones(2, 3)
+    assert to_json([5, first], "state 'a'", "a", others) == [5, {"beside": "a.1", "order": (0, 1)}]
+    assert to_json(first, "state 'a.1'", "a.1", others) == {"beside": "a.1", "order": (0, 1)}
+    with pytest.raises(ValueError, match=r"state 'a.1' is a Tensor, which a checkpoint cannot hold as JSON"):
+        to_json(second, "state 'a.1'", "a.1", others)
+    assert to_json(torch.ones(1, 1), "state 'a.1'", "a.1", others) == {"tensor": 1.0, "dtype": "float32"}
+    assert list(others) == ["a.1"] and others["a.1"] is first
 
 
 def test_a_group_of_its_own_beside_adamw(tmp_path: Path) -> None:
