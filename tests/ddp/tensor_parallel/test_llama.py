@@ -231,6 +231,7 @@ def states_of_units() -> None:
         assert_equal_states(model, expected)
 
 
+@pytest.mark.in_turn
 def test_a_unit_translates_the_states_of_its_slices() -> None:
     simulate(states_of_units, 4)
 
