@@ -183,15 +183,16 @@ def test_complex_outputs_of_what_is_frozen_on_some_ranks() -> None:
 
 
 class Recursive(nn.Linear):
-    """Calls itself, perhaps in a checkpoint: then a recompute inside the unit runs the unit again."""
+    """Calls itself between two products, perhaps in a checkpoint: then a recompute inside the unit runs it again."""
 
     reentrant: bool | None = None
 
     def forward(self, x: Tensor, depth: int = 2) -> Tensor:
+        x = super().forward(x).tanh()
         if depth and self.reentrant is None:
             x = self(x, depth - 1)
         elif depth:
-            x = checkpoint(self, x, depth - 1, use_reentrant=self.reentrant)
+            x = checkpoint(lambda y: self(y.tanh(), depth - 1), x, use_reentrant=self.reentrant)
         return super().forward(x).tanh()
 
 

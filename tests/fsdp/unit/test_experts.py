@@ -356,3 +356,23 @@ def test_ranks_without_a_lost_state_of_experts_raise_with_the_others(missing: st
 
     messages = simulate(save_and_load, 4)
     assert all(f"'momentum_buffer' of '{missing}'" in message for message in messages)
+
+
+def test_ranks_without_a_lost_state_of_experts_raise_behind_a_dense_layer_too() -> None:
+    """The model begins with the dense layer, which all ranks share. Only rank 1 has lost a moment."""
+
+    def load() -> str:
+        model = sharded_mixture(dist.get_rank(), 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        mean_loss(model(torch.ones(3, 5))).backward()
+        optimizer.step()
+        state = optimizer.state_dict()
+        if dist.get_rank() == 1:
+            names = [name for name, _ in model.named_parameters()]
+            state["state"][names.index("experts.0.weight")].pop("momentum_buffer")
+        with pytest.raises(ValueError, match="state dicts differ between ranks") as raised:
+            optimizer.load_state_dict(state)
+        return str(raised.value)
+
+    for message in simulate(load, 4):
+        assert "'momentum_buffer' of 'experts.0.weight'" in message

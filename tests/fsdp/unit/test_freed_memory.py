@@ -307,17 +307,20 @@ def test_outputs_without_a_graph_leave_no_unit_to_a_backward() -> None:
     assert simulate(on_each_rank, 2) == [[False] * 3] * 2
 
 
-def test_outputs_of_a_frozen_unit_need_no_gradient() -> None:
-    def on_each_rank() -> tuple[bool, bool]:
+def test_outputs_of_frozen_units_need_no_gradient_and_those_of_trained_ones_do() -> None:
+    """Backward then enters a trained unit on all ranks, also where this rank has used none of its parameters."""
+
+    def on_each_rank() -> list[bool]:
         model: Any = nn.Sequential(nn.Linear(8, 8).requires_grad_(False), Detached(nn.Linear(8, 8)), nn.Linear(8, 8))
         needed: list[bool] = []
         for module in (model[0], model[1], model):
-            module.register_forward_hook(lambda _, __, output: needed.append(output.requires_grad))
             fully_shard(module)
+        for module in model:
+            module.register_forward_pre_hook(lambda _, args: needed.append(args[0].requires_grad))
         model(torch.ones(2, 8)).sum().backward()
-        return tuple(needed)  # type: ignore[return-value]
+        return needed
 
-    assert simulate(on_each_rank, 2) == [(False, False, True)] * 2, "a hook of the program runs inside the unit"
+    assert simulate(on_each_rank, 2) == [[False, False, True]] * 2
 
 
 @pytest.mark.parametrize("final", [False, True])
