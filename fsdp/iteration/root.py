@@ -209,10 +209,11 @@ class Root:
     def release_after_forward(self, unit: Unit, *, has_graph: bool) -> None:
         """Free the whole parameters after a forward, unless the backward comes next."""
         in_backward = self._backward is not None and unit in self._backward.entered
+        in_forward = any(hooks.forward.unit is unit for hooks in self._running)  # of a module that calls itself
         # The last unit of the forward stays gathered, because backward begins with it. Which one is the last is known
         # from the forward before: the first forward frees it, and its backward gathers it again. If no backward comes,
         # the next forward finds it gathered, or ``notice_changes`` drops it.
-        if not in_backward and (not has_graph or (unit.reshards and not self.gathers.came_last(unit))):
+        if not (in_backward or in_forward) and (not has_graph or (unit.reshards and not self.gathers.came_last(unit))):
             self.gathers.release(unit)
 
     @property

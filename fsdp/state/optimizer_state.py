@@ -77,7 +77,7 @@ def _after_saving(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str,
     state = dict(state_dict["state"])
     elementwise = {
         param: (index, elementwise_of(param.shape, state.get(index, {}), counters))
-        for index, param in enumerate(params_of(optimizer))
+        for param, index in _numbers_of(optimizer, state_dict).items()
         if isinstance(param, ShardedParameter)
     }
     trouble = disagreement({param: list(_named(param, known)) for param, (_, known) in elementwise.items()}, [])
@@ -176,15 +176,20 @@ def _ndim_of_whole(param: Tensor) -> int:
 
 
 def places_of(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[Tensor, int]:
-    """The number under which a state dict has the state of a parameter, for all that have state.
+    """The number under which a state dict has the state of a parameter, for all that have state."""
+    numbers = _numbers_of(optimizer, state_dict)
+    return {param: index for param, index in numbers.items() if index in state_dict["state"]}
+
+
+def _numbers_of(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[Tensor, int]:
+    """The number of each parameter in a state dict: not its place, where a group names a parameter twice.
 
     torch matches saved parameters by their position in the groups, and ignores names.
     """
     saved = dict.fromkeys(index for group in state_dict["param_groups"] for index in group["params"])
-    pairs = zip(saved, params_of(optimizer), strict=False)
-    return {param: index for index, param in pairs if index in state_dict["state"]}
+    return dict(zip(params_of(optimizer), saved, strict=False))
 
 
 def params_of(optimizer: Optimizer) -> list[Tensor]:
-    """The optimizer's parameters, in the order in which state dicts number them."""
+    """The optimizer's parameters, each once, in the order of its groups."""
     return list(dict.fromkeys(param for group in optimizer.param_groups for param in group["params"]))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from maingrad.ddp import DistributedDataParallel, DistributedOptimizer
 from maingrad.ddp import GraphedTrainingStep as StepOfWrapper
 from maingrad.ddp.torch_grads.sharded_grad import ShardedGrad
-from maingrad.fsdp import GraphedTrainingStep, fully_shard
+from maingrad.fsdp import GraphedTrainingStep, ShardedAdam, ShardedAdamW, fully_shard
 from maingrad.launch import simulate
 
 
@@ -254,6 +254,11 @@ def test_what_is_built() -> None:
     groups = [{"params": [job.model[0].weight]}, {"params": [job.model[1].weight], "fused": False}]
     with pytest.raises(ValueError, match="fused=True"):
         GraphedTrainingStep(job.train_step, job.model, torch.optim.SGD(groups, lr=0.1, fused=True))
+    dampened = torch.optim.SGD(job.model.parameters(), momentum=0.9, dampening=0.5, fused=True)
+    with pytest.raises(ValueError, match="use dampening=0"):
+        GraphedTrainingStep(job.train_step, job.model, dampened)
+    for cls in (ShardedAdam, ShardedAdamW):
+        GraphedTrainingStep(job.train_step, job.model, cls(job.model.parameters()))
     with pytest.raises(TypeError, match="torch optimizer"):
         GraphedTrainingStep(job.train_step, job.model, job.model)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"maingrad\.ddp\.GraphedTrainingStep"):

@@ -208,3 +208,26 @@ def test_a_gradient_of_inputs_is_no_backward_of_the_iteration(monkeypatch: pytes
         model(x, 0).sum().backward()
     assert [span.synced for span in timeline.backwards] == [False, False, False, True]
     assert [count for what, _, count in watcher.told if what == "ended"] == [2]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_gradient_of_a_units_output_enters_no_unit_before_it(bias: bool) -> None:
+    """The first layer's inputs need no gradient: without a bias, its product has none on the left."""
+
+    def gathers() -> list[int]:
+        model: Any = nn.Sequential(*[nn.Linear(5, 5, bias=bias) for _ in range(3)])
+        outputs: list[Tensor] = []
+        for layer in model[:2]:
+            fully_shard(layer)
+        fully_shard(model)
+        model[0].register_forward_hook(lambda _, __, output: outputs.append(output))
+        counts = []
+        for _ in range(2):  # the first one learns the order
+            loss = model(torch.ones(2, 5)).sum()
+            with model.record_timeline() as timeline:
+                torch.autograd.grad(loss, outputs.pop())
+            counts.append(len(timeline.gathers))
+            assert all(param.grad is None for param in model.parameters())
+        return counts
+
+    assert simulate(gathers, RANKS) == [[2, 1]] * RANKS, "of the second unit, and in the first backward ahead of use"

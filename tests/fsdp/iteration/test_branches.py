@@ -1,4 +1,6 @@
-"""Data that leads ranks to different layers of a unit: backward comes to the same units, in the same order, on all."""
+"""Data that leads ranks to different layers of a unit: backward comes to the same units, in the same order, on all.
+
+A unit may call itself, too."""
 
 from typing import Any
 
@@ -7,6 +9,7 @@ import torch
 import torch.distributed as dist
 from sharded_twin import assert_same_grads, batches_of, mean_loss, no_sync, options_of, plain_grads, ranks_of
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from maingrad.fsdp import fully_shard
 from maingrad.launch import simulate
@@ -177,3 +180,46 @@ def test_complex_outputs_of_what_is_frozen_on_some_ranks() -> None:
             torch.testing.assert_close(param.grad.full_tensor(), grad)
 
     simulate(on_each_rank, 2)
+
+
+class Recursive(nn.Linear):
+    """Calls itself between two products, perhaps in a checkpoint: then a recompute inside the unit runs it again."""
+
+    reentrant: bool | None = None
+
+    def forward(self, x: Tensor, depth: int = 2) -> Tensor:
+        x = super().forward(x).tanh()
+        if depth and self.reentrant is None:
+            x = self(x, depth - 1)
+        elif depth:
+            x = checkpoint(lambda y: self(y.tanh(), depth - 1), x, use_reentrant=self.reentrant)
+        return super().forward(x).tanh()
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_a_unit_that_calls_itself_is_sent_once(reentrant: bool | None) -> None:
+    """It is whole until its outermost forward has ended, and until backward has passed that."""
+    schedule: list[tuple[int, str]] = []
+
+    def make() -> Any:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 16), Recursive(16, 16))
+        model[1].reentrant = reentrant
+        return model
+
+    def on_each_rank() -> list[Tensor]:
+        model = make()
+        for module in (model[1], model):
+            fully_shard(module)
+        loss = model(torch.ones(2, 16)).square().mean()
+        schedule.append((dist.get_rank(), "backward"))
+        loss.backward()
+        return [param.grad.full_tensor() for param in model.parameters()]
+
+    twin = make()
+    twin(torch.ones(2, 16)).square().mean().backward()
+    for grads in simulate(on_each_rank, 2, schedule=schedule):
+        torch.testing.assert_close(grads, [param.grad for param in twin.parameters()])
+    words = [word for rank, word in schedule if rank == 0]
+    words = words[words.index("backward") :]
+    assert sum(word.startswith("launch reduce_scatter") for word in words) == 2, words

@@ -519,6 +519,28 @@ def test_an_iteration_behind_a_delayed_one_delays_nothing() -> None:
     simulate(on_each_rank, 2)
 
 
+def test_delayed_gradients_that_were_cleared_end_no_later_iteration() -> None:
+    """They are computed in the next iteration's first microbatch: ``.grad`` is complete after its last one."""
+
+    def on_each_rank() -> list[int]:
+        model, _ = two_models("zero3")
+        queue, called = WgradQueue(), []
+        for param in model.parameters():
+            param.register_post_accumulate_grad_hook(called.append)
+        first, second, third = batches_of(dist.get_rank(), 3)
+        with delayed_wgrad(queue):
+            mean_loss(model(first)).backward()
+        model.zero_grad()
+        with model.no_sync():
+            backward_and_drain(model, second, queue)
+        counts = [len(called)]
+        backward_and_drain(model, third, queue)
+        return [*counts, len(called)]
+
+    num_params = len(list(Delaying().parameters()))
+    assert simulate(on_each_rank, 2) == [[0, num_params]] * 2
+
+
 def test_a_delaying_unit_that_the_iteration_has_left_out_delays_nothing() -> None:
     def on_each_rank() -> None:
         model: Any = Skips()

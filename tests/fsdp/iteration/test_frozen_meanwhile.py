@@ -288,3 +288,28 @@ def test_a_frozen_model_is_frozen_within_unsharded_too() -> None:
     assert x.grad is not None and x.grad.any()
     model.requires_grad_(True)
     assert all(param.grad is None for param in model.parameters())
+
+
+class Penalised(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        self.penalty = self.weight.square().sum()
+        return super().forward(x)
+
+
+def test_a_loss_beside_the_outputs_is_trained_after_a_frozen_forward() -> None:
+    """Backward comes to the whole parameters and to no output of the unit."""
+
+    def on_each_rank() -> None:
+        torch.manual_seed(0)
+        model: Any = Penalised(4, 4)
+        expected = 2 * model.weight.detach().clone()
+        fully_shard(model, placements="zero2")
+        model(torch.ones(2, 4))
+        penalty = model.penalty
+        model.requires_grad_(False)
+        model(torch.ones(2, 4))
+        model.requires_grad_(True)
+        penalty.backward()
+        assert torch.equal(model.weight.grad.full_tensor(), expected)
+
+    simulate(on_each_rank, 2)

@@ -35,10 +35,13 @@ def sums_nbytes(model: FSDPModule) -> int:
     return sum(nbytes_of_sums(bucket.grad_shard) for bucket in root_of(model).buckets)
 
 
-@pytest.mark.parametrize("placements", PLACEMENTS)
+@pytest.mark.parametrize("placements", [*PLACEMENTS, "hsdp"])
 def test_the_next_forward_has_the_memory(placements: str):
+    """That of sums inside instances too."""
+
     def run() -> list[bool]:
-        model = build(placements)
+        mesh = init_device_mesh("cpu", (2, 1)) if placements == "hsdp" else None
+        model = build(placements, mesh=mesh)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         found = [sums_nbytes(model) == 0]
         for index in range(2):

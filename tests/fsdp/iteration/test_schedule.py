@@ -450,7 +450,8 @@ class Notes(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         self.in_forward = self.look()
         x = super().forward(x)
-        x.register_hook(lambda _: setattr(self, "in_backward", self.look()))
+        if x.requires_grad:  # not in the first forward of a reentrant checkpoint
+            x.register_hook(lambda _: setattr(self, "in_backward", self.look()))
         return x.tanh()
 
 
@@ -525,19 +526,20 @@ def test_units_inside_units_are_gathered_ahead() -> None:
     assert simulate(on_each_rank, 2) == [([0, 1], [1, 2])] * 2
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("named", [False, True])
-def test_a_recompute_gathers_no_units_that_backward_has_passed(named: bool) -> None:
+def test_a_recompute_gathers_no_units_that_backward_has_passed(named: bool, reentrant: bool) -> None:
     """Units that a program names for the forward are those that come next there, and have gone by in backward."""
 
     class Checkpointed(nn.Sequential):
         def forward(self, x: Tensor) -> Tensor:
             for layer in self:
-                x = checkpoint(layer, x, use_reentrant=False)
+                x = checkpoint(lambda y, layer=layer: layer(y * 1.0), x, use_reentrant=reentrant)
             return x
 
-    def on_each_rank() -> list[list[int]]:
-        model: Any = Checkpointed(*[Notes(8, 8) for _ in range(4)])
-        for layer in model:
+    def on_each_rank() -> tuple[list[list[int]], list[list[int]]]:
+        model: Any = Checkpointed(*[Notes(8, 8) for _ in range(4)], nn.Linear(8, 8))
+        for layer in model[:4]:
             fully_shard(layer)
             layer.look = lambda: [index for index, unit in enumerate(model.units[1:]) if unit.gathered]
         fully_shard(model)
@@ -545,6 +547,7 @@ def test_a_recompute_gathers_no_units_that_backward_has_passed(named: bool) -> N
             model[index].set_modules_to_forward_prefetch([model[index + 1]])
         for _ in range(2):  # the first one learns the order
             model(torch.ones(2, 8, requires_grad=True)).sum().backward()
-        return [layer.in_forward for layer in model]  # the last one was the recompute
+        return [layer.in_forward for layer in model[:4]], [layer.in_backward for layer in model[:4]]  # of the recompute
 
-    assert simulate(on_each_rank, 2) == [[[0], [0, 1], [1, 2], [2, 3]]] * 2
+    ahead = [[0], [1], [2], [3]] if reentrant else [[0], [0, 1], [1, 2], [2, 3]]
+    assert simulate(on_each_rank, 2) == [(ahead, ahead)] * 2

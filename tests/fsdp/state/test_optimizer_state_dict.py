@@ -187,7 +187,11 @@ def test_numbers_and_the_state_of_plain_parameters_stay_as_they_are() -> None:
         scale.grad = torch.ones(2)
         optimizer.step()
         optimizer.state[model.weight]["restarts"] = 3
+        for param in model.parameters():  # torch's own "mu" is one number
+            optimizer.state[param]["mu"] = optimizer.state[param]["exp_avg"].clone()
         state = optimizer.state_dict()
+        for entry in (state["state"][0], state["state"][1]):
+            assert torch.equal(entry["mu"].full_tensor(), entry["exp_avg"].full_tensor())
         translate_state_dicts(other)
         other.load_state_dict(state)
         assert other.state[model.weight].pop("restarts") == optimizer.state[model.weight].pop("restarts")
@@ -214,6 +218,27 @@ def test_without_ranks_it_is_as_ever() -> None:
     assert not any(isinstance(value, DTensor) for entry in state["state"].values() for value in entry.values())
     optimizer.load_state_dict(state)
     optimizer.step()
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
+def test_a_parameter_that_a_group_names_twice_has_one_state() -> None:
+    """torch numbers the others as if it were two."""
+
+    def save_and_load() -> None:
+        torch.manual_seed(0)
+        model: Any = fully_shard(nn.Linear(3, 4))
+        optimizer, other = (torch.optim.Adam([model.weight, model.weight, model.bias]) for _ in range(2))
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+        state = optimizer.state_dict()
+        shapes = [entry["exp_avg"].full_tensor().shape for entry in state["state"].values()]
+        assert shapes == [(4, 3), (4,)]
+        translate_state_dicts(other)
+        other.load_state_dict(state)
+        for param in model.parameters():
+            assert_same(dict(other.state[param]), dict(optimizer.state[param]))
+
+    simulate(save_and_load, 2)
 
 
 class Shifted(nn.Linear):

@@ -244,3 +244,23 @@ def test_optimizers_over_other_parameters_save_and_load_as_torchs_do() -> None:
     optimizer.load_state_dict(state)
     optimizer.step()
     assert not optimizer._optimizer_state_dict_post_hooks
+
+
+@pytest.mark.parametrize("placements", ["zero1", "zero2"])
+def test_ranks_without_elements_gather_what_the_others_have_updated(placements: str) -> None:
+    """The program updates by hand, and leaves out shards without elements: their ranks see no write."""
+
+    def trained() -> list[float]:
+        model: Any = fully_shard(nn.Linear(1, 1, bias=False), placements=placements)
+        nn.init.ones_(model.weight)
+        outputs = []
+        for _ in range(3):
+            output = model(torch.ones(1, 1))
+            output.sum().backward()
+            for param in filter(torch.Tensor.numel, model.parameters()):
+                param.detach().sub_(param.grad.to_local(), alpha=0.25)
+            model.zero_grad()
+            outputs.append(output.item())
+        return outputs
+
+    assert simulate(trained, 2) == [[1.0, 0.75, 0.5]] * 2

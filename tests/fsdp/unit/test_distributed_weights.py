@@ -222,6 +222,7 @@ def look_at_memory(kind: str, groups: int) -> None:
     labels = set().union(*seen, *behind)
     assert len(labels) == 2 * groups
     assert max(map(len, seen + behind)) <= 3  # the two of one module, and the next
+    assert max(map(len, seen[8:]), default=0) <= 2  # in a recompute too: what backward has used is freed
     if kind == "blocks":
         assert all(behind[:-1])  # what comes next is under way
     assert not gathered(model)
@@ -236,6 +237,19 @@ def look_at_memory(kind: str, groups: int) -> None:
 )
 def test_a_weight_is_whole_for_its_module_alone(kind: str, groups: int) -> None:
     simulate(look_at_memory, 2, kind, groups)
+
+
+def test_a_frozen_weight_is_gathered_once_for_uses_that_follow_each_other() -> None:
+    def gathers() -> int:
+        model: Any = nn.Sequential(Twice(), nn.Linear(WIDTH, 4))
+        model[0].linear.requires_grad_(False)
+        fully_shard(model, distributed_weights=True)
+        one_iteration(model, 0, 1)  # it learns which unit comes last
+        with model.record_timeline() as timeline:
+            one_iteration(model, 1, 1)
+        return len(timeline.gathers)
+
+    assert simulate(gathers, 2) == [3, 3], "the outermost unit's, and the weight's in forward and in backward"
 
 
 def look_behind_operations() -> None:

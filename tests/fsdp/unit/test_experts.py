@@ -302,7 +302,7 @@ def test_a_checkpoint_has_the_experts_of_all_instances(tmp_path: Path) -> None:
     assert simulate(save_and_load, 8) == [True] * 8
 
 
-def begins_with_experts(seed: int) -> Any:
+def begins_with_experts(seed: int, *, ignores: bool = False) -> Any:
     """Two kinds of experts on four ranks, before a dense layer; the outermost unit has no parameters of its own."""
     everyone = init_device_mesh("cpu", (4,))
     own = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "kind"))["shard"]
@@ -312,15 +312,19 @@ def begins_with_experts(seed: int) -> Any:
     model = nn.Sequential(expert, nn.Linear(5, 3))
     fully_shard(model[0], mesh=own)
     for module in (model[1], model):
-        fully_shard(module, mesh=everyone)
+        fully_shard(module, mesh=everyone, ignored_params=[model[1].bias] if ignores else [])
     return model
 
 
-def test_a_model_may_begin_with_its_experts(tmp_path: Path) -> None:
-    """In a checkpoint, and in a state dict, whose DTensors are over the ranks that hold the same ones."""
+@pytest.mark.parametrize("ignores", [False, True])
+def test_a_model_may_begin_with_its_experts(tmp_path: Path, ignores: bool) -> None:
+    """In a checkpoint, and in a state dict, whose DTensors are over the ranks that hold the same ones.
+
+    ignores  the dense layer's bias is not sharded
+    """
 
     def save_and_load() -> bool:
-        saved, loaded = begins_with_experts(0), begins_with_experts(10)
+        saved, loaded = (begins_with_experts(seed, ignores=ignores) for seed in (0, 10))
         save_checkpoint(tmp_path / "c", saved)
         load_checkpoint(tmp_path / "c", loaded)
         entry = saved.state_dict()["0.weight"]
@@ -352,3 +356,23 @@ def test_ranks_without_a_lost_state_of_experts_raise_with_the_others(missing: st
 
     messages = simulate(save_and_load, 4)
     assert all(f"'momentum_buffer' of '{missing}'" in message for message in messages)
+
+
+def test_ranks_without_a_lost_state_of_experts_raise_behind_a_dense_layer_too() -> None:
+    """The model begins with the dense layer, which all ranks share. Only rank 1 has lost a moment."""
+
+    def load() -> str:
+        model = sharded_mixture(dist.get_rank(), 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        mean_loss(model(torch.ones(3, 5))).backward()
+        optimizer.step()
+        state = optimizer.state_dict()
+        if dist.get_rank() == 1:
+            names = [name for name, _ in model.named_parameters()]
+            state["state"][names.index("experts.0.weight")].pop("momentum_buffer")
+        with pytest.raises(ValueError, match="state dicts differ between ranks") as raised:
+            optimizer.load_state_dict(state)
+        return str(raised.value)
+
+    for message in simulate(load, 4):
+        assert "'momentum_buffer' of 'experts.0.weight'" in message

@@ -6,6 +6,7 @@ Where a read could end the process, the test would end with it.
 import copy
 import io
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from maingrad.ddp.torch_internals import refuses_storage_reads
 from maingrad.fsdp import fully_shard
+from maingrad.fsdp.module import root_of
 from maingrad.launch import simulate
 
 WIDTH = 32
@@ -281,3 +283,69 @@ def test_memory_that_was_read_goes_before_the_next_comes(keeps: bool) -> None:
         model[0].reshard()
     assert allocations.beside == [keeps]
     assert kept is None or torch.equal(kept, plain()[0].weight)
+
+
+class Detached(nn.Sequential):
+    """What it returns has no graph, and what the layers in it compute has one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).detach()  # type: ignore[no-any-return]
+
+
+def test_outputs_without_a_graph_leave_no_unit_to_a_backward() -> None:
+    """The outermost unit's outputs stay without one, and its layers do not wait for a backward."""
+
+    def on_each_rank() -> list[bool]:
+        model: Any = Detached(*[nn.Linear(8, 8) for _ in range(3)])
+        for layer in model[:2]:
+            fully_shard(layer)
+        fully_shard(model)
+        for _ in range(2):  # the first one learns which unit comes last
+            assert not model(torch.ones(2, 8)).requires_grad
+        return [unit.gathered for unit in model.units]
+
+    assert simulate(on_each_rank, 2) == [[False] * 3] * 2
+
+
+def test_outputs_of_frozen_units_need_no_gradient_and_those_of_trained_ones_do() -> None:
+    """Backward then enters a trained unit on all ranks, also where this rank has used none of its parameters."""
+
+    def on_each_rank() -> list[bool]:
+        model: Any = nn.Sequential(nn.Linear(8, 8).requires_grad_(False), Detached(nn.Linear(8, 8)), nn.Linear(8, 8))
+        needed: list[bool] = []
+        for module in (model[0], model[1], model):
+            fully_shard(module)
+        for module in model:
+            module.register_forward_pre_hook(lambda _, args: needed.append(args[0].requires_grad))
+        model(torch.ones(2, 8)).sum().backward()
+        return needed
+
+    assert simulate(on_each_rank, 2) == [[False, False, True]] * 2
+
+
+@pytest.mark.parametrize("final", [False, True])
+def test_what_the_next_microbatch_begins_with_stays_until_the_last_one(final: bool) -> None:
+    """The first block, when backward has passed it."""
+
+    class Looks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem, self.blocks = nn.Linear(8, 8), nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
+            self.seen: list[bool] = []
+
+        def forward(self, x: Tensor) -> Tensor:
+            before = y = self.stem(x)
+            for block in self.blocks:
+                y = block(y).tanh()
+            before.register_hook(lambda _: self.seen.append(root_of(self).units[1].gathered))
+            return y
+
+    def on_each_rank() -> list[bool]:
+        model: Any = Looks()
+        for module in (*model.blocks, model):
+            fully_shard(module)
+        with nullcontext() if final else model.no_sync():
+            model(torch.ones(2, 8)).sum().backward()
+        return model.seen
+
+    assert simulate(on_each_rank, 2) == [[not final]] * 2

@@ -14,6 +14,7 @@ from writing_modules import ActNorm, ClampedLinear, Codebook, WritingModel
 
 from maingrad.ddp import WORLD_OF_ONE
 from maingrad.fsdp import GraphedTrainingStep, MixedPrecisionPolicy, fully_shard
+from maingrad.fsdp.unit import registration
 from maingrad.launch import simulate
 
 WAYS = {"zero1": 2, "zero2": 2, "zero3": 3, "hsdp": 4, "hsdp_zero1": 4}
@@ -469,6 +470,16 @@ def test_experts_of_one_rank_write_by_themselves() -> None:
         assert whole_values(model)["1.count"].tolist() == [dist.get_rank() + 1.0] * 3
 
     simulate(on_each_rank, 2)
+
+
+def test_values_are_compared_behind_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checksum is read on the host, and a capture refuses it: the first forward outside of one compares."""
+    model: Any = fully_shard(Swapping(), WORLD_OF_ONE)
+    with monkeypatch.context() as captured:
+        captured.setattr(registration, "is_capturing", lambda: True)
+        model(torch.ones(4))
+    with pytest.raises(RuntimeError, match=r"'weight' was written in the forward through \.data"):
+        model(torch.ones(4))
 
 
 @pytest.mark.in_turn
