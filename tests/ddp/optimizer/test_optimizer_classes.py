@@ -199,6 +199,28 @@ def train_whole(
     return weights(ddp), [held.end - held.start for held in optimizer.slices]
 
 
+def test_a_class_may_be_told_later_to_run_without_its_fused_kernel() -> None:
+    """What a step has told the kernel is gone then: torch's other steps would refuse it."""
+    ddp = wrap(make_mixed(torch.float64))
+    optimizer = DistributedOptimizer(ddp, optimizer_class=optim.AdamW, lr=0.1, max_grad_norm=0.01)
+    for fused in (True, False, True):
+        optimizer.param_groups[0]["fused"] = fused
+        before = weights(ddp)
+        backward(ddp, 0, torch.float64)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert not any(map(torch.equal, before.values(), weights(ddp).values()))
+
+
+@pytest.mark.parametrize("cls", [RowWise, optim.SGD])
+def test_where_parameters_stay_whole_each_has_a_tensor_of_its_own(cls: type) -> None:
+    """In the parameter's shape, under elementwise classes too."""
+    net = make_mixed(torch.float32)
+    ddp = wrap(net, use_distributed_optimizer=True, keep_params_whole=True)
+    (group,) = DistributedOptimizer(ddp, lr=0.1, optimizer_class=cls).param_groups
+    assert sorted(master.shape for master in group["params"]) == sorted(param.shape for param in net.parameters())
+
+
 def test_whole_parameters_step_by_the_options_of_their_group() -> None:
     """The first group stands still."""
 
