@@ -6,6 +6,7 @@ adds up by hand (``stock_steps``). No tolerance anywhere: each element's arithme
 
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from maingrad.ddp import (
     load_checkpoint,
     save_checkpoint,
 )
+from maingrad.ddp.optimizer import steps
 from maingrad.fsdp import fully_shard
 from maingrad.launch import simulate
 
@@ -210,6 +212,23 @@ def test_a_class_may_be_told_later_to_run_without_its_fused_kernel() -> None:
         optimizer.step()
         optimizer.zero_grad()
         assert not any(map(torch.equal, before.values(), weights(ddp).values()))
+
+
+@pytest.mark.parametrize(("cls", "refused"), [(optim.NAdam, True), (optim.AdamW, False)])
+def test_a_scaler_that_skips_on_the_host_is_refused_in_a_capture(
+    cls: type, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No graph replays what the host decides. A fused class skips on the device."""
+    ddp = wrap(make_mixed(torch.float64))
+    optimizer: Any = DistributedOptimizer(ddp, optimizer_class=cls, lr=0.1)
+    backward(ddp, 0, torch.float64)
+    ddp.finish_grad_sync()
+    before = weights(ddp)
+    monkeypatch.setattr(steps, "is_capturing", lambda: True)
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(1.0), torch.tensor(1.0)
+    with pytest.raises(RuntimeError, match="skips NAdam on the host, which no graph") if refused else nullcontext():
+        optimizer.step()
+    assert_same(weights(ddp), before)
 
 
 @pytest.mark.parametrize("cls", [RowWise, optim.SGD])

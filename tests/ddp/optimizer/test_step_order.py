@@ -12,7 +12,14 @@ from loops import loss_of, make_batches, make_model, weights
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer, Lion, Muon
+from maingrad.ddp import (
+    WORLD_OF_ONE,
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    DistributedOptimizer,
+    Lion,
+    Muon,
+)
 from maingrad.ddp.gathers.param_gather import ParamGather
 from maingrad.ddp.optimizer.param_groups import counts_apart
 from maingrad.ddp.optimizer.step_order import step_order
@@ -249,6 +256,24 @@ def test_gathers_that_run_are_over_before_they_start_again(monkeypatch: pytest.M
     simulate(on_each_rank, 2)
 
 
+@pytest.mark.parametrize("alone", ["all", "experts"])
+def test_ranks_that_have_whole_parameters_gather_nothing(alone: str) -> None:
+    """Each rank's own experts are whole where it updates them."""
+
+    def on_each_rank() -> set[str]:
+        net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        for param in net[1].parameters():
+            param.allreduce = False
+        groups = {"expert_process_group": WORLD_OF_ONE, **({"process_group": WORLD_OF_ONE} if alone == "all" else {})}
+        config = DistributedDataParallelConfig(use_distributed_optimizer=True, overlap_param_gather=True)
+        sync = DistributedOptimizer(DistributedDataParallel(net, config, **groups)).param_sync
+        assert sync.overlaps is bool(sync.gathers)
+        gathered = {id(param) for gather in sync.gathers for param in gather.live_params()}
+        return {name for name, param in net.named_parameters() if id(param) in gathered}
+
+    assert simulate(on_each_rank, 2) == [set() if alone == "all" else {"0.weight", "0.bias"}] * 2
+
+
 def test_a_captured_step_notes_its_updates_and_gathers_nothing() -> None:
     """Gathers come behind each replay."""
 
@@ -256,12 +281,18 @@ def test_a_captured_step_notes_its_updates_and_gathers_nothing() -> None:
         config = {"use_distributed_optimizer": True, "overlap_param_gather": True, "bucket_size": 32}
         model = DistributedDataParallel(ByTurns(), DistributedDataParallelConfig(**config))
         optimizer = DistributedOptimizer(model)
-        sync, noted = optimizer.param_sync, []
+        sync, noted, left = optimizer.param_sync, [], []
         loss_of(model, make_batches(1)[0]).backward()
+        for gather in sync.gathers:
+            vars(gather)["leave_graph"] = lambda name=gather.name: left.append(name)
         with sync.captured() as updates:
             vars(updates)["note"] = noted.extend
             optimizer.step()
-            assert sync.is_captured
+            assert sync.is_captured and not left
+            with pytest.raises(RuntimeError, match="gathers of updated parameters come behind the graph"):
+                model.module.layers[0].weight.sum()
+        assert left == [gather.name for gather in sync.gathers]
+        model.module.layers[0].weight.sum()
         assert {gather.name for gather in noted} == {gather.name for gather in sync.gathers}
         assert len(noted) == len(sync.gathers)
         assert not any(gather.under_way for gather in sync.gathers)

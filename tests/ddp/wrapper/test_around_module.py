@@ -97,6 +97,9 @@ def test_an_attribute_is_set_where_it_is_read() -> None:
     assert ddp.mark == "new"
     ddp.mark = "newer"
     assert model.mark == "the module's"
+    model.module = "the module's"
+    ddp.module, before = model, ddp.module
+    assert ddp.module is before and model.module == "the module's", "as the names of torch's tables are"
     ddp.eval()  # both have it, and each its own
     assert (ddp.training, model.training) == (False, False)
     model.train()

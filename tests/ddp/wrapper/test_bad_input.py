@@ -217,6 +217,14 @@ def test_what_init_sync_would_copy_and_torch_has_sharded_is_refused(kind: str) -
     simulate(on_each_rank, 2)
 
 
+@pytest.mark.parametrize("second", ["cuda:1", "cpu"])
+def test_parameters_of_two_devices_are_named(second: str) -> None:
+    with FakeTensorMode():  # GPUs that need not be there
+        model = nn.Sequential(*(nn.Linear(2, 2, device=device) for device in ("cuda:0", second)))
+    with pytest.raises(ValueError, match=rf"parameter '1\.\w+' is on {second}, '0\.\w+' on cuda:0: one wrapper, one"):
+        setup_checks._check_setup(model, find_owned_params(model), DistributedDataParallelConfig(), [])
+
+
 @pytest.mark.gpu
 def test_parameters_on_two_devices_are_refused() -> None:
     model = make_model()
