@@ -104,7 +104,6 @@ class BucketIteration(AroundModule):
 
     def _start(self, caller: str) -> None:
         self.check_in_use(caller)
-        self.check_not_in_torch_ddp()
         self._watch.check_sync()
         check_nothing_pending(self.records, caller)
         self._launched = True  # before the next check may raise: zero_grad_buffer must clear gradients then too
