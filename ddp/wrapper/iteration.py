@@ -292,7 +292,7 @@ class BucketIteration(AroundModule):
         self.begin_if_cleared()
         divided = self._finished and self._num_tokens is not None
         joined = self._finished and self.shared_embedding is not None
-        late = self.shown.is_filled or any(record.pending or record.exposed for record in self.records)
+        late = self.shown.is_filled or any(record.pending for record in self.records)
         if not self.shown.active or divided or joined or late:
             return
         self._launcher.launch_rest()
