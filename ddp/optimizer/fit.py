@@ -124,7 +124,7 @@ def check_fits(state_dict: Mapping[str, Any], key: str, here: str, lengths: Mapp
                 raise ValueError(f"this optimizer state is not as it was saved: '{name}' is missing, or cut")
         return
     saved = state_dict.get("shard")
-    if saved != here and None not in (saved, state_dict.get("layout")):
+    if saved not in (here, None):
         raise ValueError(
             f"this optimizer state is that of shard {saved}, and this rank has shard {here}: each rank loads what it "
             f"saved itself, on as many ranks; save_checkpoint writes what fits any"

@@ -282,7 +282,7 @@ class StateForm(NamedTuple):
             raise ValueError(f"{what} is for {known}, not {cls.__name__}: leave it out")
         check_decay(cls, options, what)
         for group in options:
-            for key in ("amsgrad", "maximize", "differentiable"):
+            for key in ("amsgrad", "maximize"):
                 if group.get(key):
                     raise ValueError(f"{what} does not go with {key}=True: leave one of them out")
             if any(isinstance(beta, Tensor) for beta in group.get("betas", ())):

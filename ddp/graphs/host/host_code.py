@@ -93,7 +93,7 @@ def is_library(name: str | None, program: str) -> bool:
     if name is None or name == "__main__" or name.partition(".")[0] == program:
         return False
     top = name.partition(".")[0]
-    if top in ("maingrad", "builtins", "torch"):
+    if top in ("maingrad", "torch"):
         return True
     file = getattr(sys.modules.get(name), "__file__", None)
     return top in sys.stdlib_module_names if file is None else is_installed(file)

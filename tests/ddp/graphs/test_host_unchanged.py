@@ -9,6 +9,7 @@ import sys
 import types
 from collections.abc import Callable
 from functools import partial
+from os import environ, getenv
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -18,10 +19,12 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import maingrad
+from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from maingrad.ddp.graphs.auto_step import _place_of
-from maingrad.ddp.graphs.host import surroundings
+from maingrad.ddp.graphs.host import host_state, surroundings
 from maingrad.ddp.graphs.host.host_code import is_library, package_of
 from maingrad.ddp.graphs.host.host_state import HostState
+from maingrad.launch import simulate
 
 T = TypeVar("T")
 Case = Callable[[], tuple[Callable[[], Any], Callable[[], Any]]]
@@ -193,6 +196,70 @@ def test_an_array_in_the_place_of_another_is_a_change() -> None:
 # ---- Around a call. ----
 
 
+@pytest.mark.parametrize("read", [lambda: environ["SCALE_OF_A_TEST"], lambda: getenv("SCALE_OF_A_TEST")])
+def test_an_environment_that_was_imported_by_name_is_read(
+    read: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SCALE_OF_A_TEST", "1")
+    state = look(read)
+    assert state.change() is None
+    monkeypatch.setenv("SCALE_OF_A_TEST", "0.5")
+    assert state.change() is not None
+
+
+class Doubles:
+    """One of its methods is another object's."""
+
+    held = Config()
+    scaled = held.times
+
+
+def test_a_method_of_another_object_in_a_class_is_looked_into() -> None:
+    doubles = Doubles()
+    state = look(lambda: doubles.scaled(2.0))
+    Doubles.held.scale = 0.5
+    assert "scale" in (state.change() or "")
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_of_parameters_are_looked_into_and_missed(register: str) -> None:
+    config, model = Config(), nn.Linear(2, 2)
+    handle = getattr(model.weight, register)(lambda _: config.scale and None)
+    made = [HostState(lambda: 1, model, list(model.parameters()), "cpu", lambda: ()) for _ in range(2)]
+    assert [state.change() for state in made] == [None, None]
+    config.scale = 0.5
+    assert "scale" in (made[0].change() or "")
+    config.scale = 1.0
+    handle.remove()
+    assert made[1].change() == "a hook of the model"
+
+
+def test_a_program_of_very_many_values_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = [[number] for number in range(20)]
+    assert look(lambda: held).lost is None
+    monkeypatch.setattr(host_state, "_MOST_PLACES", 20)
+    assert look(lambda: held).lost == "reads more than 20 values and objects, too many to compare before each call"
+
+
+def test_a_look_waits_for_no_gather() -> None:
+    """Of parameters their places and hooks count, and no value."""
+
+    def on_each_rank() -> None:
+        config = DistributedDataParallelConfig(use_distributed_optimizer=True, overlap_param_gather=True, bucket_size=1)
+        model = DistributedDataParallel(nn.Linear(4, 4), config)
+        optimizer = DistributedOptimizer(model)
+        params, gathers = list(model.parameters()), optimizer.param_sync.gathers
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        assert len(gathers) == 2
+        around = surroundings.Surroundings(model, params, "cpu", lambda: ())
+        assert (around.change(), around.hooks()) == (None, around.hooks())
+        assert HostState(lambda: params, model, params, "cpu", lambda: ()).change() is None
+        assert all(gather.under_way for gather in gathers)
+
+    simulate(on_each_rank, 2)
+
+
 def test_an_environment_that_no_code_reads_is_none_of_the_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     state = look(lambda: torch.ones(1))
     monkeypatch.setenv("MAINGRAD_UNHEARD_OF", "1")
@@ -252,6 +319,18 @@ logger, batches = logging.getLogger(__name__), iter([1, 2])
 def test_effects_that_no_replay_has_are_named(name: str) -> None:
     function, why = LOST[name]
     assert why in (look(function).lost or "")
+
+
+def test_the_first_effect_is_named() -> None:
+    """That of the function, before those of functions that it calls."""
+
+    def called() -> str:
+        return input()
+
+    def step() -> None:
+        print(called())
+
+    assert "prints, which no replay would" in (look(step).lost or "")
 
 
 # ---- Random numbers. ----

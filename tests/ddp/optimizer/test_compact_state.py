@@ -340,6 +340,21 @@ def test_a_file_of_weights_has_the_masters(tmp_path: Path) -> None:
     assert all(torch.equal(found[name].flatten(), master) for name, master in masters_of(optimizer).items())
 
 
+def test_a_write_to_a_parameter_is_taken_once() -> None:
+    """The next steps keep the remainders that they have made since."""
+    optimizer = compact(wrap(make_model()), lr=1e-6)
+    with torch.no_grad():
+        for param in optimizer.model.parameters():
+            param.mul_(2)
+    assert optimizer.written_since()
+    trained(optimizer, range(1))
+    first = masters_of(optimizer)
+    assert not optimizer.written_since()
+    optimizer.refresh_masters()
+    assert all(torch.equal(first[name], master) for name, master in masters_of(optimizer).items())
+    assert any((master != part.param).any() for part in optimizer.slices for master in [first[part.name]])
+
+
 def test_loaded_weights_are_masters() -> None:
     optimizer = compact(wrap(make_model()))
     trained(optimizer, range(2))
@@ -366,6 +381,37 @@ def test_state_takes_six_bytes_a_parameter() -> None:
     assert sum(value.nbytes for value in state) == 6 * numel
     for flat in optimizer._flats:
         assert flat.master.data_ptr() == flat.owned_params.data_ptr()
+
+
+@pytest.mark.parametrize("state", ["full", "compact"])
+def test_what_reads_state_on_the_host_waits_for_the_last_steps_copies(
+    state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a replay of a captured step is prepared for."""
+    ddp = wrap(make_model())
+    optimizer = compact(ddp, state=state, offload_state="host")
+    trained(optimizer, range(1))
+    told: list[str] = []
+    for name in ("wait", "prepare_replay"):
+        monkeypatch.setattr(HostState, name, lambda _, name=name: told.append(name))
+    saved = copy.deepcopy(optimizer.state_dict())
+
+    def write_a_parameter() -> None:
+        with torch.no_grad():
+            ddp.module[0].weight.mul_(2)
+        optimizer.refresh_masters()
+
+    for call, expected in (
+        (optimizer.state_dict, "wait"),
+        (optimizer.full_slices, "wait"),
+        (write_a_parameter, "wait"),
+        (optimizer.mark_loaded, "wait"),
+        (lambda: optimizer._steps.load(saved["masters"], {}), "wait"),
+        (optimizer.prepare_replay, "prepare_replay"),
+    ):
+        told.clear()
+        call()
+        assert expected in told
 
 
 class SubclassOfAdamW(torch.optim.AdamW):
@@ -399,6 +445,7 @@ SGD_OF_BIASES: dict[str, Any] = {"params": "*.bias", "optimizer": torch.optim.SG
             )
         ),
         ({"state": "compact", "maximize": True}, "maximize"),
+        ({"offload_state": "host", "maximize": True}, "does not go with maximize"),
         ({"state": "compact", "param_groups": [{**SGD_OF_BIASES, "maximize": True}]}, "maximize"),
         ({"state": "compact", "param_groups": [SGD_OF_BIASES], "amsgrad": True}, "amsgrad"),
         (
@@ -424,13 +471,15 @@ def test_what_compact_state_lacks_is_refused(options: dict[str, Any], words: str
     ],
 )
 @pytest.mark.parametrize("group", [0, 1])
-@pytest.mark.sampled(6)
+@pytest.mark.parametrize("form", [{}, {"state": "full", "offload_state": "host"}], ids=["compact", "on the host"])
+@pytest.mark.sampled(12)
 def test_what_compact_state_lacks_is_refused_where_a_group_gets_it_later(
-    group: int, option: str, value: bool, words: str
+    form: dict[str, Any], group: int, option: str, value: bool, words: str
 ) -> None:
-    optimizer = compact(wrap(make_model()), param_groups=[{"params": "*.bias"}])
+    optimizer = compact(wrap(make_model()), param_groups=[{"params": "*.bias"}], **form)
     optimizer.param_groups[group][option] = value
-    with pytest.raises(ValueError, match=words):
+    of = 'offload_state="host"' if form else 'state="compact"'
+    with pytest.raises(ValueError, match=f"^{of}.*{words}"):
         trained(optimizer, range(1))
 
 

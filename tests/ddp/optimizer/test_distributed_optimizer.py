@@ -13,7 +13,7 @@ from loops import assert_same, ddp_backward, loss_of, main_grads, make_batches, 
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
-from maingrad.ddp import DistributedDataParallel, DistributedOptimizer, clip_grad_norm
+from maingrad.ddp import WORLD_OF_ONE, DistributedDataParallel, DistributedOptimizer, clip_grad_norm
 from maingrad.launch import simulate
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -566,6 +566,28 @@ def test_a_state_of_another_rank_is_refused_where_all_shards_are_cut_alike() -> 
     def load() -> None:
         with pytest.raises(ValueError, match=r"that of shard \d of 2, and this rank has shard \d of 2"):
             made().load_state_dict(states[1 - torch.distributed.get_rank()])
+
+    simulate(load, 2)
+
+
+def test_a_state_of_another_tensor_parallel_rank_is_refused() -> None:
+    """Its slices have the same shapes."""
+
+    def made() -> DistributedOptimizer:
+        layer = nn.Linear(4, 4, bias=False)
+        layer.weight.tensor_model_parallel, layer.weight.partition_dim = True, 0
+        ddp = DistributedDataParallel(layer, process_group=WORLD_OF_ONE, tensor_parallel_group=dist.group.WORLD)
+        return DistributedOptimizer(ddp)
+
+    states = simulate(lambda: copy.deepcopy(made().state_dict()), 2)
+
+    def load() -> None:
+        rank, optimizer = dist.get_rank(), made()
+        with pytest.raises(
+            ValueError, match=r"that of shard 1 of 1 on tensor-parallel rank \d of 2, and this rank has"
+        ):
+            optimizer.load_state_dict(states[1 - rank])
+        optimizer.load_state_dict(states[rank])
 
     simulate(load, 2)
 

@@ -215,8 +215,10 @@ def test_memory_is_that_of_the_largest_bucket(order: int) -> None:
     state = HostState(torch.device("cpu"), members)
     for member in members:
         numel, num_scales = member.owner.numel(), member.num_scales
-        assert state.place(member.owner, "exp_avg", torch.zeros(numel, dtype=torch.uint8)).numel() == numel
-        assert state.place(member.owner, "exp_avg_scale", torch.zeros(num_scales)).numel() == num_scales
+        codes = state.place(member.owner, "exp_avg", torch.zeros(numel, dtype=torch.uint8))
+        scales = state.place(member.owner, "exp_avg_scale", torch.zeros(num_scales))
+        assert (codes.numel(), scales.numel()) == (numel, num_scales)
+        assert (codes.untyped_storage().nbytes(), scales.untyped_storage().nbytes()) == (512, 256 * 4)
 
 
 def test_members_of_a_bucket_begin_where_kernels_read_sixteen_bytes_at_once() -> None:

@@ -6,6 +6,7 @@ adds up by hand (``stock_steps``). No tolerance anywhere: each element's arithme
 
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from maingrad.ddp import (
     load_checkpoint,
     save_checkpoint,
 )
+from maingrad.ddp.optimizer import steps
 from maingrad.fsdp import fully_shard
 from maingrad.launch import simulate
 
@@ -197,6 +199,45 @@ def train_whole(
         optimizer.step()
         ddp.zero_grad_buffer()
     return weights(ddp), [held.end - held.start for held in optimizer.slices]
+
+
+def test_a_class_may_be_told_later_to_run_without_its_fused_kernel() -> None:
+    """What a step has told the kernel is gone then: torch's other steps would refuse it."""
+    ddp = wrap(make_mixed(torch.float64))
+    optimizer = DistributedOptimizer(ddp, optimizer_class=optim.AdamW, lr=0.1, max_grad_norm=0.01)
+    for fused in (True, False, True):
+        optimizer.param_groups[0]["fused"] = fused
+        before = weights(ddp)
+        backward(ddp, 0, torch.float64)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert not any(map(torch.equal, before.values(), weights(ddp).values()))
+
+
+@pytest.mark.parametrize(("cls", "refused"), [(optim.NAdam, True), (optim.AdamW, False)])
+def test_a_scaler_that_skips_on_the_host_is_refused_in_a_capture(
+    cls: type, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No graph replays what the host decides. A fused class skips on the device."""
+    ddp = wrap(make_mixed(torch.float64))
+    optimizer: Any = DistributedOptimizer(ddp, optimizer_class=cls, lr=0.1)
+    backward(ddp, 0, torch.float64)
+    ddp.finish_grad_sync()
+    before = weights(ddp)
+    monkeypatch.setattr(steps, "is_capturing", lambda: True)
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(1.0), torch.tensor(1.0)
+    with pytest.raises(RuntimeError, match="skips NAdam on the host, which no graph") if refused else nullcontext():
+        optimizer.step()
+    assert_same(weights(ddp), before)
+
+
+@pytest.mark.parametrize("cls", [RowWise, optim.SGD])
+def test_where_parameters_stay_whole_each_has_a_tensor_of_its_own(cls: type) -> None:
+    """In the parameter's shape, under elementwise classes too."""
+    net = make_mixed(torch.float32)
+    ddp = wrap(net, use_distributed_optimizer=True, keep_params_whole=True)
+    (group,) = DistributedOptimizer(ddp, lr=0.1, optimizer_class=cls).param_groups
+    assert sorted(master.shape for master in group["params"]) == sorted(param.shape for param in net.parameters())
 
 
 def test_whole_parameters_step_by_the_options_of_their_group() -> None:

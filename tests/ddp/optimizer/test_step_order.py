@@ -1,5 +1,6 @@
 """A step updates reduced buckets while others are being reduced: the same weights, in another order."""
 
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,7 +12,14 @@ from loops import loss_of, make_batches, make_model, weights
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer, Lion, Muon
+from maingrad.ddp import (
+    WORLD_OF_ONE,
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    DistributedOptimizer,
+    Lion,
+    Muon,
+)
 from maingrad.ddp.gathers.param_gather import ParamGather
 from maingrad.ddp.optimizer.param_groups import counts_apart
 from maingrad.ddp.optimizer.step_order import step_order
@@ -24,6 +32,9 @@ def test_the_last_bucket_is_updated_under_the_reductions_and_gathered_under_the_
     assert step_order(range(9), reduced=False, gathers=False) == [[0, 1, 2, 3, 4, 5], [6, 7, 8]]
     assert step_order(range(1), reduced=False, gathers=True) == [[0]]
     assert step_order(range(2), reduced=False, gathers=True) == [[1], [0]]
+    for reduced, gathers in itertools.product([False, True], repeat=2):
+        assert step_order(range(9), reduced=reduced, gathers=gathers, at_once=True) == [[*range(9)]]
+    assert step_order(range(9), reduced=True, gathers=False) == [[*range(9)]], "nothing would be hidden"
 
 
 def run(ends_by: str, config: dict[str, object], max_norm: float | None) -> list[torch.Tensor]:
@@ -218,7 +229,7 @@ def test_classes_of_torch_and_ours_count_by_parameters() -> None:
 
 
 def test_gathers_that_run_are_over_before_they_start_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before a capture. Nobody has read since the step."""
+    """Before a capture, and behind a write into masters. Nobody has read since the step."""
     start = ParamGather.start
 
     def start_alone(gather: ParamGather, *args: Any, **options: Any) -> None:
@@ -230,13 +241,84 @@ def test_gathers_that_run_are_over_before_they_start_again(monkeypatch: pytest.M
     def on_each_rank() -> None:
         config = {"use_distributed_optimizer": True, "overlap_param_gather": True, "bucket_size": 32}
         model = DistributedDataParallel(ByTurns(), DistributedDataParallelConfig(**config))
-        sync = DistributedOptimizer(model).param_sync
+        optimizer = DistributedOptimizer(model)
+        sync = optimizer.param_sync
         for _ in range(2):
             sync.start_again()
             assert all(gather.under_way for gather in sync.gathers)
+        optimizer.mark_loaded()
+        assert not any(gather.under_way for gather in sync.gathers)
+        sync.start_again()
         for param in model.module.parameters():
             param.sum()  # which waits
         assert not any(gather.under_way for gather in sync.gathers)
+
+    simulate(on_each_rank, 2)
+
+
+@pytest.mark.parametrize("alone", ["all", "experts"])
+def test_ranks_that_have_whole_parameters_gather_nothing(alone: str) -> None:
+    """Each rank's own experts are whole where it updates them."""
+
+    def on_each_rank() -> set[str]:
+        net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        for param in net[1].parameters():
+            param.allreduce = False
+        groups = {"expert_process_group": WORLD_OF_ONE, **({"process_group": WORLD_OF_ONE} if alone == "all" else {})}
+        config = DistributedDataParallelConfig(use_distributed_optimizer=True, overlap_param_gather=True)
+        sync = DistributedOptimizer(DistributedDataParallel(net, config, **groups)).param_sync
+        assert sync.overlaps is bool(sync.gathers)
+        gathered = {id(param) for gather in sync.gathers for param in gather.live_params()}
+        return {name for name, param in net.named_parameters() if id(param) in gathered}
+
+    assert simulate(on_each_rank, 2) == [set() if alone == "all" else {"0.weight", "0.bias"}] * 2
+
+
+def test_a_captured_step_notes_its_updates_and_gathers_nothing() -> None:
+    """Gathers come behind each replay."""
+
+    def on_each_rank() -> None:
+        config = {"use_distributed_optimizer": True, "overlap_param_gather": True, "bucket_size": 32}
+        model = DistributedDataParallel(ByTurns(), DistributedDataParallelConfig(**config))
+        optimizer = DistributedOptimizer(model)
+        sync, noted, left = optimizer.param_sync, [], []
+        loss_of(model, make_batches(1)[0]).backward()
+        for gather in sync.gathers:
+            vars(gather)["leave_graph"] = lambda name=gather.name: left.append(name)
+        with sync.captured() as updates:
+            vars(updates)["note"] = noted.extend
+            optimizer.step()
+            assert sync.is_captured and not left
+            with pytest.raises(RuntimeError, match="gathers of updated parameters come behind the graph"):
+                model.module.layers[0].weight.sum()
+        assert left == [gather.name for gather in sync.gathers]
+        model.module.layers[0].weight.sum()
+        assert {gather.name for gather in noted} == {gather.name for gather in sync.gathers}
+        assert len(noted) == len(sync.gathers)
+        assert not any(gather.under_way for gather in sync.gathers)
+        assert not sync.is_captured
+
+    simulate(on_each_rank, 2)
+
+
+def test_reads_wait_for_each_replays_gathers_whatever_was_read_before() -> None:
+    """Some parameters were read since the last replay, and others were not."""
+
+    def on_each_rank() -> None:
+        config = {"use_distributed_optimizer": True, "overlap_param_gather": True, "bucket_size": 32}
+        model = DistributedDataParallel(ByTurns(), DistributedDataParallelConfig(**config))
+        sync = DistributedOptimizer(model).param_sync
+        with sync.captured() as updates:
+            pass
+        assert len(sync.gathers) > 2
+        for number in range(len(sync.gathers) + 1):
+            sync.start_replayed(updates)
+            sync.publish_replayed(None)
+            assert all(gather.under_way for gather in sync.gathers)
+            for gather in sync.gathers[:number]:
+                for param in gather.live_params():
+                    param.sum()
+                assert not gather.under_way
 
     simulate(on_each_rank, 2)
 

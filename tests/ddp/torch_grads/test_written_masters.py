@@ -21,6 +21,8 @@ from maingrad.ddp import (
     DistributedOptimizer,
     save_checkpoint,
 )
+from maingrad.ddp.buckets import iteration_ends
+from maingrad.ddp.buckets.iteration_ends import IterationWatcher
 from maingrad.launch import simulate
 
 RANKS = 2
@@ -135,6 +137,30 @@ def test_masters_beside_whole_parameters_are_watched_too(dtype: torch.dtype) -> 
         job.forward()
 
     on_each(program, dtype, sharded=False, bucket_size=1)
+
+
+def test_a_look_at_a_masters_gradient_shows_that_an_optimizer_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program then decides to skip the step, and watchers of iterations hear so."""
+    heard: list[bool] = []
+
+    class Watcher(IterationWatcher):
+        def ended(self, *_: Any) -> None: ...
+
+        def stepped(self, *_: Any) -> None: ...
+
+        def discarded(self, _: nn.Module, *, skipped: bool) -> None:
+            heard.append(skipped)
+
+    monkeypatch.setattr(iteration_ends, "_watchers", [Watcher()])
+    model = DistributedDataParallel(Job.make_net())
+    optimizer = DistributedOptimizer(model)
+    for looks in (False, True):
+        model(batch(0, 0)).sum().backward()
+        if looks:
+            assert optimizer.param_groups[0]["params"][0].grad.norm() > 0
+        model.finish_grad_sync()
+        optimizer.zero_grad()
+    assert heard == [False, True]
 
 
 def test_where_parameters_are_the_masters_writing_them_is_right() -> None:

@@ -60,8 +60,9 @@ def test_attributes_and_methods_of_the_module() -> None:
     assert ddp.config is model.config
     assert ddp.net is model.net
     assert ddp.temperature == 1.0
-    model._calls = 3
-    assert ddp._calls == 3
+    for name in ("_calls", "__calls", "calls__"):
+        setattr(model, name, 3)
+        assert getattr(ddp, name) == 3
     assert ddp.ddp_config.overlap_grad_reduce
     assert [hasattr(ddp, name) for name in ("net", "loss", "nothing", "broken")] == [True, True, False, False]
     assert getattr(ddp, "nothing", None) is None
@@ -96,6 +97,9 @@ def test_an_attribute_is_set_where_it_is_read() -> None:
     assert ddp.mark == "new"
     ddp.mark = "newer"
     assert model.mark == "the module's"
+    model.module = "the module's"
+    ddp.module, before = model, ddp.module
+    assert ddp.module is before and model.module == "the module's", "as the names of torch's tables are"
     ddp.eval()  # both have it, and each its own
     assert (ddp.training, model.training) == (False, False)
     model.train()

@@ -1,7 +1,9 @@
 """Wrong set-ups are refused, at construction where possible, with the name of what is wrong and a remedy."""
 
 import copy
+import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +28,8 @@ from loops import (
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard as shard_by_torch
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
 from maingrad.ddp import (
@@ -142,11 +146,14 @@ def test_the_recorded_order_is_that_of_first_gradients_and_has_what_is_trained()
 
     def loss_of_parts(_: nn.Module) -> Tensor:
         x = torch.ones(1, 2, requires_grad=True)
+        x.register_hook(lambda _: kept.extend(layer.weight.grad for layer in layers[1:]))
         for layer in layers:
             x = checkpoint(layer, x, use_reentrant=True)
         return x.sum()
 
+    kept: list[Tensor | None] = []
     assert recorded_backward_order(chain, loss_of_parts) == ["layers.b.weight", "layers.a.weight"]
+    assert kept == [None, None], "no gradient keeps its memory"
 
 
 def test_a_model_that_another_provider_owns_is_refused() -> None:
@@ -196,6 +203,28 @@ def test_what_init_sync_would_copy_and_is_on_meta_is_refused(kind: str) -> None:
     wrap(model)
 
 
+@pytest.mark.parametrize("kind", ["buffer", "frozen parameter"])
+def test_what_init_sync_would_copy_and_torch_has_sharded_is_refused(kind: str) -> None:
+    def on_each_rank() -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        part = nn.Linear(8, 8).requires_grad_(False) if kind == "frozen parameter" else nn.Tanh()
+        model = nn.Sequential(shard_by_torch(part, mesh=mesh), make_model())
+        if kind == "buffer":
+            model.register_buffer("table", DTensor.from_local(torch.ones(2), mesh, [Shard(0)], run_check=False))
+        with pytest.raises(ValueError, match=rf"{kind} '[\w.]+' is a DTensor, .*pass init_sync=False"):
+            wrap(model)
+
+    simulate(on_each_rank, 2)
+
+
+@pytest.mark.parametrize("second", ["cuda:1", "cpu"])
+def test_parameters_of_two_devices_are_named(second: str) -> None:
+    with FakeTensorMode():  # GPUs that need not be there
+        model = nn.Sequential(*(nn.Linear(2, 2, device=device) for device in ("cuda:0", second)))
+    with pytest.raises(ValueError, match=rf"parameter '1\.\w+' is on {second}, '0\.\w+' on cuda:0: one wrapper, one"):
+        setup_checks._check_setup(model, find_owned_params(model), DistributedDataParallelConfig(), [])
+
+
 @pytest.mark.gpu
 def test_parameters_on_two_devices_are_refused() -> None:
     model = make_model()
@@ -239,6 +268,15 @@ def averaging_on_gloo() -> str:
 
 def test_average_in_collective_on_gloo_is_refused() -> None:
     assert all("backend is gloo; leave it None" in message for message in run_ranks(averaging_on_gloo, 2))
+
+
+def test_average_in_collective_needs_nccl_in_all_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those across instances too."""
+    config, model = DistributedDataParallelConfig(average_in_collective=True), nn.Linear(2, 2)
+    for backends, refused in (({"gloo", "nccl"}, True), ({"cpu:gloo,cuda:nccl"}, False)):
+        monkeypatch.setattr(setup_checks, "backends_of", lambda *_, found=backends: found)
+        with pytest.raises(ValueError, match="backend is gloo, nccl; leave it None") if refused else nullcontext():
+            setup_checks._check_setup(model, find_owned_params(model), config, [])
 
 
 @pytest.mark.parametrize(
@@ -359,13 +397,21 @@ def test_plans_that_differ_between_ranks_are_refused_on_every_rank(changed: str,
     simulate(compare_mine, 3)
 
 
-def test_settings_that_differ_between_ranks_are_refused_on_every_rank() -> None:
+@pytest.mark.parametrize(
+    ("option", "first", "second"),
+    [
+        ("pad_buckets_for_high_nccl_busbw", False, True),
+        ("bucket_size", None, 64),
+        ("keep_matrices_whole", (), ("*.weight",)),
+        ("copy_engine_param_gather", False, "auto"),
+    ],
+)
+def test_settings_that_differ_between_ranks_are_refused_on_every_rank(option: str, first: Any, second: Any) -> None:
     def wrap_mine() -> None:
-        with pytest.raises(
-            ValueError,
-            match=r"the config differs between ranks .*: rank 0 has pad_.* = False where rank 1 has pad_.* = True",
-        ):
-            wrap(make_model(), pad_buckets_for_high_nccl_busbw=torch.distributed.get_rank() == 1)
+        words = f"rank 0 has {option} = {first} where rank 1 has {option} = {second}"
+        options = {"use_distributed_optimizer": True, "overlap_param_gather": True}
+        with pytest.raises(ValueError, match=rf"the config differs between ranks .*: {re.escape(words)}"):
+            wrap(make_model(), **options, **{option: second if dist.get_rank() == 1 else first})
 
     simulate(wrap_mine, 2)
 

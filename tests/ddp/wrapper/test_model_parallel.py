@@ -175,6 +175,7 @@ def norms_of(way: str) -> list[str]:
             refusal(lambda: scaler.unscale_(optimizer), RuntimeError),
             refusal(muon.step, RuntimeError),
         ]
+    assert model.module.norm.weight.grad.norm() > 0, "which all ranks have whole"
     optimizer = DistributedOptimizer(model, lr=1.0)
     scaler = GradScaler("cpu", init_scale=2.0)
     scaler.scale(torch.ones(()))

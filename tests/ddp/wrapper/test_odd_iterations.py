@@ -54,16 +54,19 @@ def test_a_step_in_a_hook_of_an_activation_is_refused_before_any_gradient_has_co
     optimizer.step()
 
 
+class Ahead:
+    """What a forward has written, whose backward has not come."""
+
+    def before_write(self, record: object) -> None:
+        """Other writes may come before."""
+
+    def check_all_came(self, record: object) -> None:
+        raise RuntimeError("a backward has not come")
+
+
 @pytest.mark.parametrize("give_up", ["abandon_iteration", "zero_grad", "unwrap"])
 def test_what_forwards_have_written_ahead_may_be_given_up(give_up: str) -> None:
     """``LinearCrossEntropy`` writes in the forward, and its backward did not come: no reduction may miss it."""
-
-    class Ahead:
-        def before_write(self, record: object) -> None:
-            """Other writes may come before."""
-
-        def check_all_came(self, record: object) -> None:
-            raise RuntimeError("a backward has not come")
 
     ddp = wrap(make_model(), overlap_grad_reduce=True)
     with ddp.no_sync():
@@ -73,6 +76,74 @@ def test_what_forwards_have_written_ahead_may_be_given_up(give_up: str) -> None:
     getattr(ddp, give_up)()
     assert all(record.ahead is None for record in ddp.records)
     assert {bucket.phase.value for bucket in ddp.buckets} == {"idle"}
+
+
+def test_zero_grad_gives_up_what_waited_for_a_queue_that_is_gone() -> None:
+    """The other ranks wait for nothing. A forward of the next microbatch has written ahead."""
+
+    def on_each_rank() -> dict[str, Tensor]:
+        ddp = wrap(make_model(), overlap_grad_reduce=True, bucket_size=1)
+        queue, delays = WgradQueue(), dist.get_rank() == 0
+        first, second = make_batches(2, seed=dist.get_rank())
+        with delayed_wgrad(queue) if delays else nullcontext():
+            hidden = ddp.module[0](first)
+        ddp.module[1:](hidden).sum().backward()
+        assert ("accumulating" in {bucket.phase.value for bucket in ddp.buckets}) is delays
+        del queue
+        for record in ddp.records:
+            record.ahead = Ahead()
+        ddp.zero_grad()
+        assert {bucket.phase.value for bucket in ddp.buckets} == {"idle"}
+        loss_of(ddp, second).backward()
+        ddp.finish_grad_sync()
+        return main_grads(ddp)
+
+    assert_same(*simulate(on_each_rank, 2))
+
+
+def test_ranks_go_on_together_where_one_has_given_up_what_the_others_have_finished() -> None:
+    """Its backward has failed at its first gradient. The others were through with theirs."""
+
+    def fails(grad: Tensor) -> None:
+        raise ArithmeticError
+
+    def on_each_rank() -> dict[str, Tensor]:
+        ddp = wrap(make_model(), overlap_grad_reduce=True, bucket_size=1)
+        for step, batch in enumerate(make_batches(3, seed=dist.get_rank())):
+            loss = loss_of(ddp, batch)
+            if dist.get_rank() == step:
+                loss.register_hook(fails)
+                with pytest.raises(ArithmeticError):
+                    loss.backward()
+                ddp.abandon_iteration()
+            else:
+                loss.backward()
+                ddp.finish_grad_sync()
+                ddp.zero_grad()
+        loss_of(ddp, make_batches(1, seed=5 + dist.get_rank())[0]).backward()
+        ddp.finish_grad_sync()
+        return main_grads(ddp)
+
+    first, second = simulate(on_each_rank, 2)
+    assert_same(first, second)
+
+
+def test_gradients_of_a_backward_that_has_failed_are_not_read_as_reduced() -> None:
+    """Its first bucket was launched. The others have no memory for this rank's shard."""
+    config = {"overlap_grad_reduce": True, "use_distributed_optimizer": True, "release_grads": True}
+
+    def on_each_rank() -> None:
+        ddp = wrap(make_model(), bucket_size=1, **config)
+        out = ddp.module[0](make_batches(1)[0])
+        out.register_hook(lambda _: 1 / 0)
+        with pytest.raises(ArithmeticError):
+            ddp.module[1:](out).sum().backward()
+        assert {bucket.phase.value for bucket in ddp.buckets} == {"reducing", "idle"}
+        with pytest.raises(RuntimeError, match=r"reduced_grads\(\) before the reduction"):
+            ddp.reduced_grads()
+        ddp.abandon_iteration()
+
+    simulate(on_each_rank, 2)
 
 
 def test_an_iteration_is_not_abandoned_over_the_head_of_a_queue() -> None:
@@ -378,6 +449,20 @@ def test_the_end_of_a_part_launches_what_its_backward_has_not_reached() -> None:
     assert {bucket.phase.value for bucket in ddp.buckets} == {"reducing"}
 
 
+@pytest.mark.parametrize("inner_is_final", [False, True])
+def test_a_parts_backward_inside_anothers_last_one_ends_with_itself(inner_is_final: bool) -> None:
+    """What follows still completes the outer part alone."""
+    ddp = wrap(make_model(), overlap_grad_reduce=True, bucket_size=1)
+    parts, (first, *_, last) = ddp.grad_parts, ddp.module
+    for part in (first, last):
+        parts.begin(part, part.parameters())
+    with parts.backward(first, final=True):
+        with parts.backward(last, final=inner_is_final):
+            pass
+        loss_of(ddp, make_batches(1)[0]).backward()
+    assert {entry.owned.name for entry in ddp.bucket_params if entry.record.ready} == {"0.weight", "0.bias"}
+
+
 def test_parts_launch_nothing_without_overlap_before_the_reduction() -> None:
     ddp = wrap(make_model())
     parts, net = ddp.grad_parts, ddp.module
@@ -461,6 +546,59 @@ def test_the_end_of_a_part_refuses_what_no_hook_has_seen() -> None:
     net[0].weight.grad = torch.ones_like(net[0].weight)
     with pytest.raises(RuntimeError, match=r"the end of a stage's step: a gradient of parameter '0\.weight' was put"):
         ddp.grad_parts.end(net)
+
+
+def test_what_a_part_has_queued_is_computed_by_its_schedule() -> None:
+    """A hook of the schedule's looks at a gradient. Without parts, a look computes what is queued."""
+    ddp, queue = wrap(make_model()), WgradQueue()
+    net = ddp.module
+    for in_parts in (True, False):
+        if in_parts:
+            ddp.grad_parts.begin(net, net.parameters())
+        with delayed_wgrad(queue):
+            loss = loss_of(ddp, make_batches(1)[0])
+        loss.backward()
+        if in_parts:
+            with pytest.raises(RuntimeError, match="a look while delayed weight gradients of 2 parameter"):
+                ddp.finish_reduction("a look")
+            queue.drain()
+            ddp.grad_parts.end(net)
+        ddp.finish_reduction("a look")
+        ddp.zero_grad()
+
+
+def test_nothing_is_added_to_gradients_that_were_exposed() -> None:
+    """By a backward that passes the wrapper by, which would make them parts again."""
+    ddp = wrap(make_model())
+    first, second = make_batches(2)
+    loss_of(ddp, first).backward()
+    ddp.expose_grads()
+    before = [param.grad.clone() for param in ddp.parameters()]
+    with pytest.raises(RuntimeError, match=r"received a gradient after bucket 0 .* was reduced: run earlier"):
+        loss_of(ddp.module, second).backward()
+    assert all(map(torch.equal, before, [param.grad for param in ddp.parameters()]))
+
+
+def test_sums_that_are_under_way_are_not_scaled() -> None:
+    ddp = wrap(make_model(), overlap_grad_reduce=True)
+    loss_of(ddp, make_batches(1)[0]).backward()
+    ddp.start_grad_sync()
+    ddp.shown.hide()
+    with pytest.raises(RuntimeError, match=r"scale_gradients\(\) while bucket 0 .* is being reduced"):
+        ddp.scale_gradients(2.0)
+
+
+def test_a_gradient_that_no_hook_has_seen_may_be_given_up() -> None:
+    """Nothing else has come in this iteration."""
+    ddp = wrap(make_model())
+    weight = ddp.module[0].weight
+    weight.grad = torch.ones_like(weight)
+    with pytest.raises(RuntimeError, match=r"a gradient of parameter '0\.weight' was put into \.grad by hand"):
+        ddp.start_grad_sync()
+    assert not ddp.is_clear
+    ddp.zero_grad()
+    assert weight.grad is None
+    assert ddp.is_clear
 
 
 def test_sums_that_were_started_alone_are_shown_as_they_are() -> None:

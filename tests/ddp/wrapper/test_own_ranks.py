@@ -80,6 +80,24 @@ def clipped_to(grads: list[Tensor]) -> float:
     return (dense + own).sqrt().item()
 
 
+def test_norms_of_the_optimizers_own_tensors_cover_each_ranks_experts() -> None:
+    def train() -> tuple[float, float, float]:
+        model, optimizer = sharded_model()
+        model(batch()).square().sum().backward()
+        expert = {held.updated for held in optimizer.slices if held.name.startswith("1.")}
+        masters = optimizer.param_groups[0]["params"]
+        total = nn.utils.get_total_norm([master.grad for master in masters])
+        of_experts = nn.utils.get_total_norm([master.grad for master in masters if master in expert])
+        own = sum(grad.double().square().sum() for grad in model.reduced_grads("expert"))
+        assert isinstance(own, Tensor)
+        dist.all_reduce(own)
+        torch.testing.assert_close(of_experts, own.sqrt().float())
+        return total.item(), clip_grad_norm(model, 1e9).item(), of_experts.item()
+
+    (total, ours, of_experts), other = simulate(train, RANKS)
+    assert (total, of_experts) == pytest.approx((ours, other[2])) and of_experts < total
+
+
 @pytest.mark.parametrize("scaler_class", [torch.amp.GradScaler, GradScaler])
 @pytest.mark.parametrize("unscales", [True, False])
 @pytest.mark.parametrize("exposed", [False, True])

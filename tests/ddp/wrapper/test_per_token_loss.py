@@ -21,6 +21,7 @@ from torch import Tensor
 
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer, GradScaler
 from maingrad.ddp.optimizer.grad_norm import global_grad_norm
+from maingrad.ddp.wrapper import iteration
 from maingrad.launch import simulate
 
 PER_TOKEN: dict[str, Any] = {"calculate_per_token_loss": True}
@@ -244,6 +245,15 @@ def test_one_number_for_each_rank(shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=rf"takes one number for this rank, not a tensor of \[{shape[0]}"):
         ddp.finish_grad_sync(torch.ones(shape))
     ddp.finish_grad_sync(torch.ones(1))
+
+
+def test_tokens_of_a_captured_step_are_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every replay would divide by one number."""
+    ddp = wrap(make_net(), **PER_TOKEN)
+    monkeypatch.setattr(iteration, "is_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="every replay would divide by this number: give it a tensor"):
+        ddp.set_num_tokens(3)
+    ddp.set_num_tokens(torch.tensor(3))
 
 
 def test_a_second_finish_divides_no_more() -> None:
