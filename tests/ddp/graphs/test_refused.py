@@ -156,9 +156,20 @@ def test_a_capture_that_fails_between_backward_and_step(overlap: bool, error: ty
         (lambda job: job.model.module.register_parameter("late", nn.Parameter(torch.ones(1))), "late"),
         (lambda job: setattr(job.model.module.weight, "data", torch.ones(4, 4)), "other storage"),
         (lambda job: DistributedOptimizer(job.model), "replaced"),
+        (lambda job: job.model.unwrap(), r"after unwrap\(\): this wrapper reduces nothing"),
         (lambda job: job.optimizer.param_groups[0]["params"][0].mul_(2), "written"),
     ],
-    ids=["hook", "hook before", "begun", "unfused", "new parameter", "storage", "other optimizer", "master written"],
+    ids=[
+        "hook",
+        "hook before",
+        "begun",
+        "unfused",
+        "new parameter",
+        "storage",
+        "other optimizer",
+        "unwrapped",
+        "master written",
+    ],
 )
 @torch.no_grad()
 def test_what_an_eager_step_or_a_replay_cannot_take(change: Callable[[Job], Any], message: str) -> None:
@@ -259,6 +270,16 @@ def test_part_of_an_iteration() -> None:
 
     with pytest.raises(RuntimeError, match=r"let zero_grad\(\) be its last call"):
         GraphedTrainingStep(forgets, job.model, job.optimizer)(torch.ones(2, 4))
+
+    def begins_another(x: Tensor) -> Tensor:
+        loss = job.train_step(x)
+        with job.model.no_sync():
+            job.model(x).sum().backward()
+        return loss
+
+    job.model.zero_grad()
+    with pytest.raises(RuntimeError, match=r"step\(\) 1 times, and zero_grad\(\) 1 times .*, and has left gradients"):
+        GraphedTrainingStep(begins_another, job.model, job.optimizer)(torch.ones(2, 4))
 
 
 def test_numbers_of_tokens_are_tensors() -> None:
