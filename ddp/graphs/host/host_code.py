@@ -68,7 +68,7 @@ def functions_in(value: Any) -> Iterator[types.FunctionType]:
     a library's decorator has wrapped."""
     if isinstance(value, types.FunctionType):
         yield value
-    parts = (getattr(value, name, None) for name in ("fget", "fset", "func", "__func__", "__wrapped__"))
+    parts = (getattr(value, name, None) for name in ("fget", "fset", "func", "__wrapped__"))
     for part in parts if not isinstance(value, type) else ():
         if part is not None:
             yield from functions_in(part)
@@ -93,7 +93,7 @@ def is_library(name: str | None, program: str) -> bool:
     if name is None or name == "__main__" or name.partition(".")[0] == program:
         return False
     top = name.partition(".")[0]
-    if top in ("maingrad", "builtins", "torch"):
+    if top in ("maingrad", "torch"):
         return True
     file = getattr(sys.modules.get(name), "__file__", None)
     return top in sys.stdlib_module_names if file is None else is_installed(file)

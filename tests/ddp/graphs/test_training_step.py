@@ -5,6 +5,7 @@ import gc
 import itertools
 import logging
 import random
+import re
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -560,12 +561,15 @@ def test_what_a_program_draws_between_calls_is_its_own() -> None:
     assert (step.why_eager, step.num_graphs) == (None, 1)
 
 
-def test_a_graph_whose_capture_has_changed_the_host_serves_no_call() -> None:
+def test_a_graph_whose_capture_has_changed_the_host_serves_no_call(monkeypatch: pytest.MonkeyPatch) -> None:
     captures: list[bool] = []
     step = decided(lambda x, numbers: captures.append(True) if is_capturing() else None)
     for _ in range(3):
         step(torch.ones(2, 4), [])
     assert (len(captures), step.num_graphs) == (1, 0)
+    monkeypatch.setattr(auto_step, "_MOST_CHANGES", 1)
+    step(torch.ones(2, 4), [])
+    assert re.match("it changes '.*captures.*', which no replay would", step.why_eager)
 
 
 def test_only_the_ranks_of_the_model_decide() -> None:
