@@ -666,8 +666,8 @@ def test_a_recording_that_was_let_go_does_nothing_and_is_undone_no_more() -> Non
     with graph.recording():
         total.add_(1.0)
     graph.reset()
-    graph.replay()
     graph.undo()
+    graph.replay()
     assert total.tolist() == [1.0] * 2
 
 
