@@ -735,21 +735,23 @@ def test_masters_follow_what_a_replay_writes_to_parameters_behind_the_update(con
 
 
 def test_a_leaf_among_the_arguments_gets_the_values_of_each_call() -> None:
+    """It is given twice, and its gradient is that of both."""
     model = DistributedDataParallel(nn.Linear(4, 4))
     optimizer = DistributedOptimizer(model, lr=0.0)
 
-    def train_step(x: Tensor, again: Tensor) -> Tensor:
+    def train_step(x: Tensor, again: Tensor) -> tuple[Tensor, ...]:
         loss = model(x).square().sum() + again.sum()
+        (grad,) = torch.autograd.grad(loss, x, retain_graph=True)
         loss.backward(inputs=list(model.parameters()))
         optimizer.step()
         optimizer.zero_grad()
-        return loss
+        return loss, grad
 
     step = GraphedTrainingStep(train_step, model, optimizer, num_warmup_steps=1)
     for number in (1.0, 2.0, 3.0):
         x = torch.full((2, 4), number, requires_grad=True)
         expected = model.module(x).square().sum() + x.sum()
-        torch.testing.assert_close(step(x, x), expected.detach())
+        torch.testing.assert_close(step(x, x), (expected.detach(), *torch.autograd.grad(expected, x)))
     assert step.num_graphs == 1
 
 

@@ -521,6 +521,29 @@ def test_the_largest_is_nan_where_one_rank_has_nan_though_the_backends_maximum_p
     simulate(check, 2)
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0)])
+def test_norms_of_models_over_other_ranks_are_each_those_of_its_own(order: tuple[int, ...]) -> None:
+    """One model over all ranks, one over two of four, and a plain one, whose norms are asked for at once."""
+
+    def check() -> None:
+        pair = [dist.new_group([0, 1]), dist.new_group([2, 3])][dist.get_rank() // 2]
+        config = DistributedDataParallelConfig(use_distributed_optimizer=True)
+        models: list[Any] = [nn.Linear(6, 4, bias=False) for _ in range(3)]
+        wrapped = [
+            DistributedDataParallel(models[0], config),
+            DistributedDataParallel(models[1], config, process_group=pair),
+            models[2],
+        ]
+        for model in wrapped:
+            model(torch.full((2, 6), 1.0 + dist.get_rank())).sum().backward()
+        means = (2 * 2.5, 2 * (1.5 + 2 * (dist.get_rank() // 2)), 2 * (1.0 + dist.get_rank()))
+        found = torch._foreach_norm([models[index].weight.grad for index in order])
+        for norm, index in zip(found, order, strict=True):
+            torch.testing.assert_close(norm, torch.tensor(means[index] * math.sqrt(24)))
+
+    simulate(check, 4)
+
+
 def test_norms_of_gradients_of_several_dtypes() -> None:
     grads = [shard(dtype) for dtype in (torch.complex64, torch.bfloat16, torch.float64, torch.float32)]
     grads[0].mul_(0.6 + 0.8j)
