@@ -264,8 +264,8 @@ class Readiness:
             self._counts = True
         elif (name := self._shown.first_cleared) is not None:
             raise RuntimeError(
-                f".grad of parameter '{name}' was set to None, and others were not, before a backward of a module that "
-                f"was called directly: call the wrapper, which discards that one's gradient"
+                f".grad of parameter '{name}' was set to None or replaced, and others were not, before a backward of a "
+                f"module that was called directly: call the wrapper, which discards that one's gradient"
             )
         if arrived is not None:
             param.grad = arrived

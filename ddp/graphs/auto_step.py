@@ -142,6 +142,10 @@ class AutoStep(Generic[P, T]):
             return _STOP
         if kind is not None and graphs.is_captured(kind):
             return _REPLAY
+        warm = kind is not None and graphs.num_eager(kind) >= _NUM_WARMUP
+        full = warm and not graphs.has_room()
+        if full:
+            self._reason = "calls have more shapes and options than there may be graphs (max_graphs)"
         changes = [change for change in self._since_replay if change is not None]
         if len(changes) >= _MOST_CHANGES:
             self.why_eager = changes[-1]
@@ -151,12 +155,7 @@ class AutoStep(Generic[P, T]):
             self.why_eager = f"it was captured {self._num_captures} times, for few calls each: {self._reason}"
         if self.why_eager is not None:
             return _STOP
-        if kind is None or graphs.num_eager(kind) < _NUM_WARMUP:
-            return _EAGER
-        if not graphs.has_room():
-            self._reason = "calls have more shapes and options than there may be graphs (max_graphs)"
-            return _EAGER
-        return _CAPTURE
+        return _CAPTURE if warm and not full else _EAGER
 
     def _tell(self, choice: int) -> Callable[[], int]:
         """Tell the other ranks; returns a function that waits for the least choice of all."""

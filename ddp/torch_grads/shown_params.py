@@ -100,7 +100,7 @@ class ShownGrads:
         self._finish_reduction = finish_reduction
         self._by_record = {id(each.record): each for each in self.params}
         self._of_own_ranks = tuple(each for each in self.params if each.is_of_own_ranks)
-        self._cleared: list[ShownParam] = []  # when the backward under way began
+        self._cleared: list[ShownParam] = []  # or replaced, when the backward under way began
         self._arrived: list[ShownParam] = []  # in the backward under way
 
     # ---- Showing, and the program's changes. ----
@@ -123,7 +123,7 @@ class ShownGrads:
         arrived, self._arrived = self._arrived, []
         with DisableTorchFunctionSubclass():
             for each in arrived:
-                if each.grad is not None and each.param.grad is None:
+                if each.param.grad is None:
                     each.param.grad = each.grad
 
     def show_late(self, record: GradRecord) -> None:
@@ -150,10 +150,9 @@ class ShownGrads:
 
     @property
     def first_cleared(self) -> str | None:
-        """Name of the first parameter whose ``.grad`` the program has set to None since the backward."""
-        with DisableTorchFunctionSubclass():
-            cleared = (each for each in self.params if each.grad is not None and each.param.grad is None)
-            return next((each.record.name for each in cleared), None)
+        """Name of the first parameter whose ``.grad`` the program has set to None or replaced since the backward."""
+        cleared = (each.record for each in self.params if each.grad is not None and not self.holds(each.record))
+        return next((record.name for record in cleared), None)
 
     def holds(self, record: GradRecord) -> bool:
         """Whether ``.grad`` of this parameter is what the last backward has left there."""
@@ -221,7 +220,8 @@ class ShownGrads:
 
     @torch.no_grad()
     def zero_cleared(self) -> None:
-        """Zero ``main_grad``, which is reduced, of parameters whose ``.grad`` was None when the backward began."""
+        """Zero ``main_grad``, which is reduced, of parameters whose ``.grad`` was None when the backward began, or
+        another tensor, into which the backward accumulates."""
         for each in self._cleared:
             each.target.zero_()
         self._cleared.clear()
@@ -278,12 +278,11 @@ class ShownGrads:
     def unfill(self) -> None:
         """A backward begins, and may accumulate into ``.grad``: ``main_grad`` alone holds the gradients again."""
         with DisableTorchFunctionSubclass():
-            nones = (each for each in self.params if each.grad is not None and each.param.grad is None)
-            self._cleared = [each for each in nones if each not in self._arrived]  # whose hooks have left None
+            self._cleared = []
             for each in self.params:
                 grad = each.grad
                 if each.record.exposed or (grad is not None and grad.reduced is not None):
-                    if each.is_changed and each.param.grad is not None:
+                    if each.is_changed:
                         each.take_change()
                     cleared = grad is not None and each.param.grad is None
                     del grad  # ``_keep_own`` counts references
@@ -291,6 +290,8 @@ class ShownGrads:
                     self._show(each)
                     if cleared:
                         each.param.grad = None
+                elif grad is not None and each.param.grad is not grad and each not in self._arrived:
+                    self._cleared.append(each)  # by the program: hooks have left None where gradients have arrived
         self._zero_cleared_now()
 
     def hide(self) -> None:

@@ -142,7 +142,8 @@ def test_a_rank_tells_its_gpu_and_those_that_it_reaches(
     assert copy_engines._peers(device) == (f"GPU-{own}", {f"GPU-{each}" for each in reached})
 
 
-def test_bytes_are_those_of_parameters_that_ranks_gather(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("grouped", [False, True])
+def test_bytes_are_those_of_parameters_that_ranks_gather(grouped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parameters of bf16, whose gradients are of fp32; an expert that its rank has alone is not gathered."""
     seen: dict[int, list[tuple[int, int]]] = {}
 
@@ -158,11 +159,12 @@ def test_bytes_are_those_of_parameters_that_ranks_gather(monkeypatch: pytest.Mon
     def run() -> None:
         model = nn.Sequential(nn.Linear(16, 64, bias=False), nn.Linear(64, 64, bias=False)).to(torch.bfloat16)
         model[1].weight.allreduce = False
-        ddp = DistributedDataParallel(model, config, expert_process_group=WORLD_OF_ONE)
+        alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()] if grouped else WORLD_OF_ONE
+        ddp = DistributedDataParallel(model, config, expert_process_group=alone)
         dense, expert = ddp.grids["dense"], ddp.grids["expert"]
         assert dense.gather is not dense.inner, "overlapped gathers have a group of their own"
         assert {id(grid) for grid in ddp.failures.grids} == {id(dense), id(expert)}, "a failure looks at this group too"
-        assert expert.gather is None
+        assert expert.gather is expert.inner
 
     simulate(run, 2)
     assert seen == {rank: [(16 * 64 * 2, 2)] for rank in range(2)}

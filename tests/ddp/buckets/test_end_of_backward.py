@@ -20,7 +20,8 @@ from maingrad.ddp import (
     DistributedOptimizer,
 )
 from maingrad.ddp.buckets import iteration_ends
-from maingrad.ddp.buckets.checks import check_nothing_bypassed
+from maingrad.ddp.buckets.bucket import Phase
+from maingrad.ddp.buckets.checks import ModelWatch, check_nothing_bypassed
 from maingrad.ddp.contract.record import GradRecord
 from maingrad.launch import simulate
 from maingrad.te_integration import Linear, WgradQueue, delayed_wgrad
@@ -304,10 +305,12 @@ def test_a_backward_that_failed_on_one_rank_is_given_up_there_once() -> None:
 
 
 def test_all_that_a_forward_has_not_reached_is_ready_when_its_backward_begins() -> None:
-    """It holds no bucket back, though several layers are unused."""
+    """It holds no bucket back, though several layers are unused, and though an earlier microbatch has used another."""
     config = DistributedDataParallelConfig(overlap_grad_reduce=True, find_unused_parameters=True, bucket_size=1)
     model = DistributedDataParallel(Branches(), config)
     ready: list[str] = []
+    with model.no_sync():
+        model(batch(0, 0), 0).sum().backward()
     output = model(batch(0, 0), 1)
     output.register_hook(lambda _: ready.extend(record.name for record in model.records if record.ready))
     output.sum().backward()
@@ -407,6 +410,53 @@ def test_a_delayed_gradient_that_is_computed_in_the_backward_is_reduced_in_it() 
     loss.backward()
     assert phases == [{"1.weight": "reducing", "0.weight": "idle"}]
     queue.drain()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_what_a_fused_layer_left_in_an_iteration_that_failed_is_gone_where_the_next_does_not_use_it(
+    overlap: bool,
+) -> None:
+    """No write overwrites it. It is zeroed before anybody looks for NaN."""
+    net = nn.ModuleList(Linear(4, 4, bias=False, fuse_wgrad_accumulation=True) for _ in range(2))
+    config = DistributedDataParallelConfig(overlap_grad_reduce=overlap, check_for_nan_in_grad=True)
+    model = DistributedDataParallel(net, config)
+    (first, second), x = net, torch.ones(2, 4)
+    (first(x) + second(x) * torch.nan).sum().backward()
+    with pytest.raises(FloatingPointError, match="NaN"):
+        model.finish_grad_sync()
+    model.zero_grad()
+    first(x).sum().backward()
+    model.finish_grad_sync()
+    assert not second.weight.main_grad.any()
+    assert torch.equal(first.weight.main_grad, torch.full((4, 4), 2.0))
+
+
+def test_a_record_knows_the_place_of_its_bucket_in_the_order_of_launches() -> None:
+    config = DistributedDataParallelConfig(bucket_size=1)
+    model = DistributedDataParallel(nn.Sequential(*[nn.Linear(3, 3) for _ in range(2)]), config)
+    assert len(model.buckets) > 2
+    for bucket in model.buckets:
+        assert {record.bucket_index for record in bucket.records} == {bucket.index}
+
+
+def test_a_model_is_checked_once_before_an_iterations_first_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several buckets, each of which is launched in the backward."""
+    launched: list[bool] = []
+    check = ModelWatch.check_launch
+
+    def noted(watch: ModelWatch) -> None:
+        launched.append(any(bucket.phase is Phase.REDUCING for bucket in model.buckets))
+        check(watch)
+
+    monkeypatch.setattr(ModelWatch, "check_launch", noted)
+    config = DistributedDataParallelConfig(overlap_grad_reduce=True, bucket_size=1)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), config)
+    assert len(model.buckets) > 1
+    for number in (1, 2):
+        model(torch.ones(1, 3)).sum().backward()
+        model.finish_grad_sync()
+        model.zero_grad()
+        assert launched == [False] * number
 
 
 def test_gradients_are_not_scaled_in_a_backward_that_adds_to_them() -> None:

@@ -609,7 +609,10 @@ def reads_main_grad() -> None:
     assert not hasattr(weight, "main_grad")
     with pytest.raises(RuntimeError, match=r"reduced_grads\(\) before the reduction.*finish_grad_sync\(\)"):
         run.model.reduced_grads()
+    run.model.start_grad_sync()
+    shards = run.model.reduced_grads()  # the memory that the reductions under way write
     run.model.finish_grad_sync()
+    assert [each.data_ptr() for each in run.model.reduced_grads()] == [each.data_ptr() for each in shards]
     dist.all_reduce(once)
     assert torch.equal(weight.grad.full_tensor(), once / dist.get_world_size())
     with pytest.raises(RuntimeError, match=r"'first.weight' received a gradient after bucket \d"):

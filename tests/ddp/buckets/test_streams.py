@@ -10,6 +10,7 @@ import torch
 from loops import loss_of, make_batches, make_model, wrap
 from torch import nn
 
+from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig
 from maingrad.ddp.buckets import reducer, released
 from maingrad.ddp.buckets.bucket import Phase
 from maingrad.ddp.buckets.bucket_params import _records_of
@@ -17,6 +18,7 @@ from maingrad.ddp.buckets.buffer import ReleasableBuffer
 from maingrad.ddp.buckets.reducer import BucketLauncher
 from maingrad.ddp.buckets.released import GradPool, ReleasedBucket
 from maingrad.ddp.collectives.in_flight import InFlight
+from maingrad.launch import simulate
 from maingrad.te_integration import WgradQueue, delayed_wgrad
 
 GPU = torch.device("cuda", 0)
@@ -228,3 +230,18 @@ def test_memory_that_is_released_is_waited_for_by_whom_it_returns_to(own: bool, 
     bucket.streams |= {7}
     bucket.reset()
     assert streams.taken() == [], "there is no memory"
+
+
+@pytest.mark.parametrize("instances", [1, 2])
+def test_a_step_waits_bucket_by_bucket_where_no_wait_begins_a_second_collective(instances: int) -> None:
+    """On CPUs reductions inside of instances and across them are two collectives, and the wait begins the second."""
+
+    def check() -> bool:
+        config = DistributedDataParallelConfig(
+            use_distributed_optimizer=True,
+            overlap_grad_reduce=True,
+            num_distributed_optimizer_instances=instances,
+        )
+        return DistributedDataParallel(nn.Linear(2, 2), config).can_wait_by_bucket
+
+    assert simulate(check, 4) == [instances == 1] * 4

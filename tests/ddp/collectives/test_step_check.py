@@ -315,6 +315,9 @@ def evaluations_on_one_rank(job: Job) -> Iterator[None]:
             tokens = job.model.module.register_forward_hook(lambda _, args, output: output.argmax(-1).float())
             job.loss(step)
             tokens.remove()
+            weight = job.model.module.register_forward_hook(lambda module, args, output: module[0].weight)
+            job.loss(step)  # of a parameter itself, as a module does that looks at its table
+            weight.remove()
         job.loss(step).backward()
         yield
 

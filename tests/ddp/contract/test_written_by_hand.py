@@ -115,6 +115,10 @@ def test_who_has_written_in_forward_hears_of_later_writes_and_of_the_reduction()
     assert ahead.writes == ["weight"]
     with pytest.raises(RuntimeError, match="no backward has come for 'weight'"):
         ddp.finish_grad_sync()
+    assert not record.closed, "nothing was launched"
+    ddp.zero_grad()
+    ddp(torch.ones(1, 2)).sum().backward()
+    assert torch.equal(record.view, torch.ones(1, 2))
 
 
 @pytest.mark.parametrize("sharded", [True, False])

@@ -85,3 +85,19 @@ def test_what_may_change_in_place_and_own_comparisons_are_refused() -> None:
     for name in ("__eq__", "__hash__"):
         with pytest.raises(TypeError, match=f"Mine defines {name}"):
             type("Mine", (ComparedByState,), {name: lambda *_: True})
+
+
+def test_a_class_with_slots_is_made_twice_and_compared_by_all_attributes() -> None:
+    """``dataclass(slots=True)`` makes the class anew from what the first one has: that is no comparison of its own."""
+
+    @dataclasses.dataclass
+    class Sized(ComparedByState):
+        size: int
+        beside: int = dataclasses.field(default=0, compare=False)
+
+    assert Sized(1) == Sized(1) and len({Sized(1), Sized(1)}) == 1
+    assert Sized(1, beside=1) != Sized(1)
+    slotted = dataclasses.dataclass(slots=True)(
+        type("Slotted", (ComparedByState,), {"__annotations__": {"size": int}, "__module__": __name__})
+    )
+    assert slotted(1) == slotted(1) != slotted(2)  # type: ignore[call-arg]

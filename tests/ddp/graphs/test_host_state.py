@@ -13,6 +13,7 @@ import os
 import sys
 import types
 from collections.abc import Callable, Iterator
+from os import environ, getenv
 from typing import Any
 
 import numpy as np
@@ -597,6 +598,18 @@ def environment(model: nn.Module) -> Any:
 def environment_by_a_function(model: nn.Module) -> Any:
     os.environ["SCALE_OF_A_TEST"] = "1"
     return lambda: os.getenv("SCALE_OF_A_TEST"), lambda: os.environ.update(SCALE_OF_A_TEST="0.5")
+
+
+@seen
+def environment_by_its_own_name(model: nn.Module) -> Any:
+    environ["SCALE_OF_A_TEST"] = "1"
+    return lambda: environ["SCALE_OF_A_TEST"], lambda: environ.update(SCALE_OF_A_TEST="0.5")
+
+
+@seen
+def environment_by_the_functions_own_name(model: nn.Module) -> Any:
+    environ["SCALE_OF_A_TEST"] = "1"
+    return lambda: getenv("SCALE_OF_A_TEST"), lambda: environ.update(SCALE_OF_A_TEST="0.5")
 
 
 def module_of(name: str, **names: Any) -> Any:

@@ -156,9 +156,20 @@ def test_a_capture_that_fails_between_backward_and_step(overlap: bool, error: ty
         (lambda job: job.model.module.register_parameter("late", nn.Parameter(torch.ones(1))), "late"),
         (lambda job: setattr(job.model.module.weight, "data", torch.ones(4, 4)), "other storage"),
         (lambda job: DistributedOptimizer(job.model), "replaced"),
+        (lambda job: job.model.unwrap(), r"after unwrap\(\): this wrapper reduces nothing"),
         (lambda job: job.optimizer.param_groups[0]["params"][0].mul_(2), "written"),
     ],
-    ids=["hook", "hook before", "begun", "unfused", "new parameter", "storage", "other optimizer", "master written"],
+    ids=[
+        "hook",
+        "hook before",
+        "begun",
+        "unfused",
+        "new parameter",
+        "storage",
+        "other optimizer",
+        "unwrapped",
+        "master written",
+    ],
 )
 @torch.no_grad()
 def test_what_an_eager_step_or_a_replay_cannot_take(change: Callable[[Job], Any], message: str) -> None:
@@ -259,6 +270,16 @@ def test_part_of_an_iteration() -> None:
 
     with pytest.raises(RuntimeError, match=r"let zero_grad\(\) be its last call"):
         GraphedTrainingStep(forgets, job.model, job.optimizer)(torch.ones(2, 4))
+
+    def begins_another(x: Tensor) -> Tensor:
+        loss = job.train_step(x)
+        with job.model.no_sync():
+            job.model(x).sum().backward()
+        return loss
+
+    job.model.zero_grad()
+    with pytest.raises(RuntimeError, match=r"step\(\) 1 times, and zero_grad\(\) 1 times .*, and has left gradients"):
+        GraphedTrainingStep(begins_another, job.model, job.optimizer)(torch.ones(2, 4))
 
 
 def test_numbers_of_tokens_are_tensors() -> None:
@@ -453,6 +474,87 @@ def test_graphed_takes_any_number_of_odd_batches_between_replays(monkeypatch: py
         step(torch.ones(2, 4))
     assert step.why_eager is None
     assert calls.number == 3 + 6
+
+
+def test_graphed_runs_eagerly_what_finds_no_graph_free_and_stops_where_nothing_is_replayed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Calls before a capture count no more behind it."""
+    monkeypatch.setattr(auto_step, "_MOST_EAGER", 4)
+    step, calls = counted(Job(), max_graphs=1)
+    for _ in range(4):
+        step(torch.ones(2, 4))
+    assert (step.num_graphs, calls.number) == (1, 3)
+    stopped = []
+    for _ in range(6):
+        step(torch.ones(3, 4))
+        stopped.append(step.why_eager is not None)
+    assert stopped == [False] * 4 + [True] * 2
+    assert "more shapes and options than there may be graphs (max_graphs)" in step.why_eager
+    assert calls.number == 3 + 6
+
+
+def test_graphed_counts_the_eager_calls_behind_a_capture_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auto_step, "_MOST_EAGER", 4)
+    step, _ = counted(Job())
+    stopped = []
+    for rows in (2, 2, 2, 3, 4, 5, 6, 7):
+        step(torch.ones(rows, 4))
+        stopped.append(step.why_eager is not None)
+    assert stopped == [False] * 7 + [True]
+    assert step.why_eager == "no kind of call comes often enough"
+
+
+class _Counter:
+    """What no graph can be for: it is equal to itself alone."""
+
+
+@pytest.mark.parametrize(
+    ("extra", "why"),
+    [
+        (_Counter, "takes tensors, numbers and strings"),
+        (lambda: {1: _Counter()}, "takes tensors, numbers and strings"),
+        (lambda: nn.Parameter(torch.ones(1)), "a parameter, which would get none from a copy"),
+        (lambda: torch.ones(1, requires_grad=True) * 2.0, "the result of operations with gradients"),
+    ],
+    ids=["object", "inside", "parameter", "result"],
+)
+def test_graphed_runs_eagerly_with_arguments_that_no_graph_can_have(
+    extra: Callable[[], Any], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In turn with others, of which the graphs go on."""
+    monkeypatch.setattr(auto_step, "_MOST_EAGER", 4)
+    job, seen = Job(), threading.local()
+
+    def train_step(x: Tensor, beside: Any = None) -> Tensor:
+        seen.beside = beside
+        loss = job.model(x).square().mean()
+        loss.backward()
+        job.optimizer.step()
+        job.model.zero_grad()
+        return loss
+
+    step = graphed(train_step, job.model, job.optimizer, record_on_cpu=True)
+    for _ in range(3):
+        step(torch.ones(2, 4))
+    assert step.num_graphs == 1
+    for _ in range(4):
+        given = extra()
+        step(torch.ones(2, 4), given)
+        assert seen.beside is given
+    assert (step.why_eager, step.num_graphs) == (None, 1)
+    step(torch.ones(2, 4), extra())
+    assert why in step.why_eager
+
+
+def test_kinds_of_calls_in_surroundings_that_are_long_past_leave_room_for_others() -> None:
+    """At most three surroundings are remembered for two graphs."""
+    job = Job()
+    step = GraphedTrainingStep(job.train_step, job.model, job.optimizer, max_graphs=2)
+    for refused in (False, False, True, False):
+        job.model.module.register_forward_hook(lambda *_: None)
+        with pytest.raises(RuntimeError, match="2 kinds of calls have a graph each") if refused else nullcontext():
+            step(torch.ones(2, 4))
 
 
 def test_other_values_of_an_option_beside_the_groups_are_another_graph() -> None:

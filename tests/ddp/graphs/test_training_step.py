@@ -1,9 +1,12 @@
 """``GraphedTrainingStep``: programs of users give the numbers of eager training, bit for bit. On CPUs: the stand-in."""
 
 import copy
+import gc
 import itertools
 import logging
 import random
+import re
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -558,12 +561,15 @@ def test_what_a_program_draws_between_calls_is_its_own() -> None:
     assert (step.why_eager, step.num_graphs) == (None, 1)
 
 
-def test_a_graph_whose_capture_has_changed_the_host_serves_no_call() -> None:
+def test_a_graph_whose_capture_has_changed_the_host_serves_no_call(monkeypatch: pytest.MonkeyPatch) -> None:
     captures: list[bool] = []
     step = decided(lambda x, numbers: captures.append(True) if is_capturing() else None)
     for _ in range(3):
         step(torch.ones(2, 4), [])
     assert (len(captures), step.num_graphs) == (1, 0)
+    monkeypatch.setattr(auto_step, "_MOST_CHANGES", 1)
+    step(torch.ones(2, 4), [])
+    assert re.match("it changes '.*captures.*', which no replay would", step.why_eager)
 
 
 def test_only_the_ranks_of_the_model_decide() -> None:
@@ -653,6 +659,100 @@ def test_what_was_replayed_is_not_taken_back() -> None:
         graph.undo()
         assert total.tolist() == [2.0 * replays] * 2
         assert not graph.is_captured
+
+
+def test_a_recording_that_was_let_go_does_nothing_and_is_undone_no_more() -> None:
+    total, graph = torch.zeros(2), RecordedGraph()
+    with graph.recording():
+        total.add_(1.0)
+    graph.reset()
+    graph.undo()
+    graph.replay()
+    assert total.tolist() == [1.0] * 2
+
+
+class _Held:
+    """What a node of autograd keeps."""
+
+
+class _Holds(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, held: _Held) -> Tensor:
+        ctx.held = held
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return grad, None
+
+
+def test_what_a_captured_step_returns_keeps_no_graph_of_autograd() -> None:
+    """Else its memory would be held as long as the captured graph."""
+    model = DistributedDataParallel(nn.Linear(4, 4))
+    optimizer = DistributedOptimizer(model, lr=2**-7)
+    held: list[weakref.ref[_Held]] = []
+
+    def train_step(x: Tensor) -> dict[str, Tensor]:
+        own = _Held()
+        held.append(weakref.ref(own))
+        loss = _Holds.apply(model(x), own).square().sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return {"loss": loss}
+
+    step = GraphedTrainingStep(train_step, model, optimizer, num_warmup_steps=1)
+    for calls in (1, 2, 2):
+        assert not step(torch.ones(2, 4))["loss"].requires_grad
+        gc.collect()
+        assert [each() for each in held] == [None] * calls
+    assert step.num_graphs == 1
+
+
+@pytest.mark.parametrize("config", [{}, {"use_distributed_optimizer": True}], ids=["whole", "sharded"])
+def test_masters_follow_what_a_replay_writes_to_parameters_behind_the_update(config: dict[str, Any]) -> None:
+    """Of the second layer alone: the other's masters keep bits that its parameters lack."""
+
+    def trained(graphed: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).bfloat16()
+        model = DistributedDataParallel(net, DistributedDataParallelConfig(**config))
+        optimizer = DistributedOptimizer(model, lr=2**-7)
+
+        def train_step(x: Tensor) -> None:
+            model(x).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                net[1].weight.mul_(0.5)
+
+        step = GraphedTrainingStep(train_step, model, optimizer, num_warmup_steps=1) if graphed else train_step
+        for number in range(5):
+            step(torch.full((1, 4), 1.0 + number).bfloat16())
+        return [each.master.clone() for each in optimizer.slices]
+
+    assert all(map(torch.equal, trained(False), trained(True)))
+
+
+def test_a_leaf_among_the_arguments_gets_the_values_of_each_call() -> None:
+    """It is given twice, and its gradient is that of both."""
+    model = DistributedDataParallel(nn.Linear(4, 4))
+    optimizer = DistributedOptimizer(model, lr=0.0)
+
+    def train_step(x: Tensor, again: Tensor) -> tuple[Tensor, ...]:
+        loss = model(x).square().sum() + again.sum()
+        (grad,) = torch.autograd.grad(loss, x, retain_graph=True)
+        loss.backward(inputs=list(model.parameters()))
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss, grad
+
+    step = GraphedTrainingStep(train_step, model, optimizer, num_warmup_steps=1)
+    for number in (1.0, 2.0, 3.0):
+        x = torch.full((2, 4), number, requires_grad=True)
+        expected = model.module(x).square().sum() + x.sum()
+        torch.testing.assert_close(step(x, x), (expected.detach(), *torch.autograd.grad(expected, x)))
+    assert step.num_graphs == 1
 
 
 def test_a_replay_writes_the_memory_of_the_recording_and_no_version_rises() -> None:

@@ -574,3 +574,28 @@ def test_all_classes_are_told_of_a_replay() -> None:
     assert not both.is_running
     second.is_running = True
     assert both.is_running
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_what_constructors_of_each_class_put_into_the_state_is_there(first: bool) -> None:
+    """Adagrad's sums begin with a value of the program's; those of a group, as in plain PyTorch, with the default."""
+    net = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    plain = copy.deepcopy(net)
+    sums: dict[str, Any] = {"lr": 0.1, "initial_accumulator_value": 0.5}
+    ddp = wrap(net)
+    if first:
+        group: dict[str, Any] = {"params": "1.weight", "optimizer": optim.SGD, "lr": 0.1}
+        ours = DistributedOptimizer(ddp, optimizer_class=optim.Adagrad, param_groups=[group], **sums)
+    else:
+        group = {"params": "0.weight", "optimizer": optim.Adagrad, **sums}
+        ours = DistributedOptimizer(ddp, optimizer_class=optim.SGD, lr=0.1, param_groups=[group])
+    adagrad = optim.Adagrad([plain[0].weight], **sums) if first else optim.Adagrad([plain[0].weight], lr=0.1)
+    theirs = [adagrad, optim.SGD([plain[1].weight], lr=0.1)]
+    for step in range(2):
+        for model in (ddp, plain):
+            model(torch.full((2, 4), 1.0 + step)).square().sum().backward()
+        for each in (ours, *theirs):
+            each.step()
+            each.zero_grad()
+    for mine, expected in zip(net.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, expected)

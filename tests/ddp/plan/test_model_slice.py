@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from maingrad.ddp import DistributedDataParallelConfig
@@ -20,6 +21,7 @@ from maingrad.ddp.plan.owned_params import (
     slices_of,
     take_marks,
 )
+from maingrad.ddp.torch_grads.over_ranks import whole_of_slices
 from maingrad.launch import simulate
 from maingrad.te_integration import Linear
 
@@ -280,3 +282,18 @@ def test_layers_with_slices_say_themselves_over_which_ranks_they_are_cut():
             find_tensor_ranks(nn.Sequential(layer(everyone, cut=True), layer(pair, cut=True)), world)
 
     simulate(on_each_rank, 4)
+
+
+def test_a_whole_is_joined_from_slices_of_several_boxes_of_other_sizes() -> None:
+    """As of query, key and value in one weight: a rank has 2 + 1 + 1 rows of 8."""
+    whole = torch.arange(16.0).view(8, 2)
+
+    def check() -> None:
+        rank = dist.get_rank()
+        boxes = [Box((first + rank * rows, 0), (rows, 2)) for first, rows in ((0, 2), (4, 1), (6, 1))]
+        found = ModelSlice((8, 2), tuple(boxes), 0, dist.group.WORLD, "slice")
+        local = found.part_of(whole).clone()
+        assert local.shape == (4, 2)
+        assert torch.equal(whole_of_slices(local, found), whole)
+
+    simulate(check, 2)

@@ -267,7 +267,8 @@ def test_matrices_of_other_kinds() -> None:
 def test_fused_matrices_of_unknown_parts_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match=rf"'experts\.{name}' \[12, 4, 8\] seems to be several matrices in one"):
         muon_groups(nn.ModuleDict({"experts": Other(12, 4, 8, name=name)}))
-    for linear in (nn.Linear(16, 40, bias=False), nn.Linear(16, 16, bias=False)) if "gate" not in name else ():
+    for rows in (40, 16, 24, 96) if "gate" not in name else ():
+        linear = nn.Linear(16, rows, bias=False)
         with pytest.raises(ValueError, match="seems to be several matrices in one"):
             muon_groups(nn.ModuleDict({name: linear}))
 
@@ -348,3 +349,23 @@ def test_groups_go_to_the_optimizer(sharded: bool) -> None:
     optimizer.step()
     assert all(not torch.equal(param, old) for param, old in zip(net.parameters(), before, strict=True))
     assert optimizer.classes_of_groups == [Muon, torch.optim.AdamW]
+
+
+def test_each_model_of_hugging_face_inside_of_a_model_says_its_head() -> None:
+    """Their names and rows say nothing."""
+
+    class Says(nn.Module):
+        def __init__(self, head: bool) -> None:
+            super().__init__()
+            self.up, self.last = nn.Linear(16, 16, bias=False), nn.Linear(16, 40, bias=False)
+            self.head_of = self.last if head else None
+
+        def get_output_embeddings(self) -> nn.Module | None:
+            return self.head_of
+
+    found = reasons(encoder=Says(False), decoder=Says(True), other=Says(True))
+    heads = {name for name, why in found.items() if why == "of the head"}
+    assert heads == {"decoder.last.weight", "other.last.weight"} | {
+        name for name in heads if name.endswith("head_of.weight")
+    }
+    assert found["encoder.last.weight"] == ""

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from maingrad.ddp import WORLD_OF_ONE, DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from maingrad.ddp.collectives.rank_grid import RankGrid
+from maingrad.ddp.torch_grads import over_ranks
 from maingrad.ddp.torch_grads.over_ranks import ShardInfo, local_shape
 from maingrad.ddp.torch_grads.sharded_grad import (
     ShardedGrad,
@@ -495,6 +496,52 @@ def test_what_norms_are_asked_for() -> None:
     for read in refused:
         with pytest.raises(RuntimeError, match=r"full_tensor\(\)"):
             read()
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_the_largest_is_nan_where_one_rank_has_nan_though_the_backends_maximum_passes_over_it(
+    bad: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def maximum(grid: RankGrid, value: Tensor) -> Tensor:
+        rows = [torch.empty_like(value) for _ in range(2)]
+        dist.all_gather(rows, value)
+        return torch.fmax(*rows)
+
+    monkeypatch.setattr(over_ranks, "max_over", maximum)
+
+    def check() -> None:
+        model = zero1()
+        first, last = model.module[0].weight, [*model.parameters()][-1]
+        assert torch.isfinite(nn.utils.get_total_norm([first.grad, last.grad], math.inf))
+        with torch.no_grad():
+            if dist.get_rank() == bad:
+                first.grad.to_local().fill_(torch.nan)
+        assert nn.utils.get_total_norm([first.grad], math.inf).isnan()
+
+    simulate(check, 2)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0)])
+def test_norms_of_models_over_other_ranks_are_each_those_of_its_own(order: tuple[int, ...]) -> None:
+    """One model over all ranks, one over two of four, and a plain one, whose norms are asked for at once."""
+
+    def check() -> None:
+        pair = [dist.new_group([0, 1]), dist.new_group([2, 3])][dist.get_rank() // 2]
+        config = DistributedDataParallelConfig(use_distributed_optimizer=True)
+        models: list[Any] = [nn.Linear(6, 4, bias=False) for _ in range(3)]
+        wrapped = [
+            DistributedDataParallel(models[0], config),
+            DistributedDataParallel(models[1], config, process_group=pair),
+            models[2],
+        ]
+        for model in wrapped:
+            model(torch.full((2, 6), 1.0 + dist.get_rank())).sum().backward()
+        means = (2 * 2.5, 2 * (1.5 + 2 * (dist.get_rank() // 2)), 2 * (1.0 + dist.get_rank()))
+        found = torch._foreach_norm([models[index].weight.grad for index in order])
+        for norm, index in zip(found, order, strict=True):
+            torch.testing.assert_close(norm, torch.tensor(means[index] * math.sqrt(24)))
+
+    simulate(check, 4)
 
 
 def test_norms_of_gradients_of_several_dtypes() -> None:

@@ -375,3 +375,25 @@ def test_our_scaling_of_what_was_read_keeps_the_bits_of_the_sums() -> None:
     model.scale_gradients(2.0)
     clip_grad_norm(model, 1e6)
     assert all(map(torch.equal, model.reduced_grads(), sums))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("changed", ["in place", "another tensor"])
+@pytest.mark.sampled(4)
+def test_behind_our_step_a_copy_shows_what_the_program_has_made_of_the_gradient(
+    changed: str, dtype: torch.dtype
+) -> None:
+    """The copy keeps the dtype in which the program has asked for it, whatever the parameter's is."""
+    model = DistributedDataParallel(nn.Linear(8, 4, dtype=dtype))
+    optimizer = DistributedOptimizer(model, lr=0.1, optimizer_class=torch.optim.SGD)
+    model(torch.ones(2, 8, dtype=dtype)).sum().backward()
+    model.expose_grads(torch.bfloat16)
+    weight = model.module.weight
+    if changed == "in place":
+        weight.grad.mul_(3.0)
+    else:
+        weight.grad = weight.grad * 3.0
+    optimizer.step()
+    assert weight.grad.dtype is torch.bfloat16
+    assert torch.equal(weight.grad, torch.full((4, 8), 6.0).bfloat16())
+    assert torch.equal(weight.main_grad, torch.full((4, 8), 6.0))

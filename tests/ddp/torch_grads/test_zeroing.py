@@ -21,6 +21,7 @@ from loops import (
     wrap,
 )
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from maingrad.ddp import DistributedOptimizer, clip_grad_norm
 from maingrad.launch import simulate
@@ -412,6 +413,85 @@ def test_the_last_gradient_that_is_not_discarded_goes_on() -> None:
         torch.nn.utils.clip_grad_norm_(own.parameters(), 1e3)
         assert own.ends[1].weight.grad is None
     torch.testing.assert_close(net.ends[0].weight.grad, twin.ends[0].weight.grad)
+
+
+@pytest.mark.parametrize("reached", [True, False])
+@pytest.mark.parametrize("reads", [None, "first", "last"])
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.sampled(24)
+def test_a_later_backward_adds_to_a_tensor_that_was_put_in_the_gradients_place(
+    overlap: bool, sharded: bool, reads: str | None, reached: bool
+) -> None:
+    """Also where no gradient was read before, or those of others alone: the gradient of before is gone."""
+    net = TwoEnds()
+    twin = plain_twin(net)
+    first, second = make_batches(2)
+
+    def run(model: Any, own: Any) -> list[Tensor]:
+        model(first, 0).square().mean().backward()
+        own.ends[0].weight.grad = torch.full((4, 8), 3.0)
+        if reads is not None:
+            assert own.ends[0].get_parameter("weight" if reads == "first" else "bias").grad.norm() > 0
+        model(second, 0 if reached else 1).square().mean().backward()
+        return [param.grad.norm() for param in own.ends[0].parameters()]
+
+    ddp = wrap(net, overlap_grad_reduce=overlap, use_distributed_optimizer=sharded, bucket_size=1)
+    for found, expected in zip(run(ddp, net), run(twin, twin), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+class Copies(TorchDispatchMode):
+    """Counts the tensors that are copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten.clone.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("read", ["shown", "exposed"])
+@pytest.mark.sampled(16)
+def test_a_gradient_that_the_program_keeps_has_memory_of_its_own(
+    read: str, kept: bool, sharded: bool, dtype: torch.dtype
+) -> None:
+    """``shown``: it is taken before its first read; ``exposed``: behind it. Nothing else is copied."""
+    ddp = wrap(make_model(dtype), use_distributed_optimizer=sharded)
+    first, second = make_batches(2, dtype)
+    weight = ddp.module[0].weight
+    loss_of(ddp, first).backward()
+    if read == "exposed":
+        assert weight.grad.norm() > 0
+    grad: Any = weight.grad
+    before = grad.norm().item()
+    if not kept:
+        del grad
+    with Copies() as copies:
+        ddp.zero_grad()
+    own = dtype is torch.bfloat16 and not sharded  # already: a copy in the parameter's dtype
+    assert copies.count == int(kept and not own)
+    loss_of(ddp, second).backward()
+    after = weight.grad.norm().item()
+    assert after != before
+    if kept:
+        assert grad.norm().item() == before
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_what_changes_a_gradient_in_place_returns_it(sharded: bool) -> None:
+    ddp = wrap(make_model(), use_distributed_optimizer=sharded)
+    loss_of(ddp, make_batches(1)[0]).backward()
+    for param in ddp.parameters():
+        assert param.grad.norm() >= 0
+        grad = param.grad
+        assert grad.mul_(2.0) is grad
+        assert grad.add_(1.0) is param.grad
 
 
 class TwoHeads(nn.Module):

@@ -25,6 +25,7 @@ from loops import (
 from torch import Tensor, nn
 
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
+from maingrad.ddp.buckets.checks import check_same
 from maingrad.launch import simulate
 from maingrad.te_integration import Linear
 
@@ -417,6 +418,13 @@ def test_a_parameter_that_changed_its_place_or_dtype_is_refused_at_the_next_forw
         ddp(make_batches(1)[0])
     with pytest.raises(RuntimeError, match=r"parameter '\d.\w+' (is torch.* call .to\(\) before|was replaced)"):
         DistributedOptimizer(ddp, lr=0.1)
+
+
+def test_a_parameter_that_was_moved_is_refused_by_its_devices() -> None:
+    entry = wrap(make_model()).bucket_params[0]
+    check_same(entry)
+    with pytest.raises(RuntimeError, match=r"is torch.float32 on cpu, and was torch.float32 on meta when"):
+        check_same(entry._replace(device=torch.device("meta")))
 
 
 def test_other_storage_of_the_same_kind_is_right_without_our_optimizer_and_refused_with_it() -> None:

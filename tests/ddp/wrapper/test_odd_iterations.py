@@ -335,14 +335,17 @@ def test_a_module_that_is_called_without_its_wrapper_adds_to_gradients_that_are_
     assert_same({name: param.grad.clone() for name, param in model.named_parameters()}, plain_grads(twin))
 
 
+@pytest.mark.parametrize("replaced", [False, True])
 @pytest.mark.parametrize("cleared", ["3.weight", "0.bias"])
-def test_some_gradients_are_not_discarded_behind_the_wrappers_back(cleared: str) -> None:
+@pytest.mark.sampled(4)
+def test_some_gradients_are_not_discarded_behind_the_wrappers_back(cleared: str, replaced: bool) -> None:
     """What was discarded would come back with the sum."""
     ddp = wrap(make_model(fuse=False))
     first, second = make_batches(2)
     loss_of(ddp, first).backward()
-    ddp.module.get_parameter(cleared).grad = None
-    with pytest.raises(RuntimeError, match=rf"\.grad of parameter '{cleared}' was set to None, and others were not"):
+    param = ddp.module.get_parameter(cleared)
+    param.grad = torch.ones_like(param) if replaced else None
+    with pytest.raises(RuntimeError, match=rf"\.grad of parameter '{cleared}' was set to None or replaced, and others"):
         loss_of(ddp.module, second).backward()
 
 

@@ -117,8 +117,8 @@ FAULTS = [
             Change(
                 "maingrad.ddp.torch_grads.shown_params",
                 "ShownGrads.unfill",
-                "self._cleared = [each for each in nones if each not in self._arrived]  # whose hooks have left None",
-                "self._cleared = []",
+                "self._cleared.append(each)",
+                "pass",
             ),
         ],
     ),
