@@ -187,6 +187,20 @@ def test_a_gradient_of_one_expert_speaks_for_none_of_the_others() -> None:
         assert torch.equal(found, fresh(x, SPLITS))
 
 
+def test_one_weight_of_two_layers_that_store_it_differently() -> None:
+    """One multiplies by the transposes of what the other multiplies by: neither takes the other's copies."""
+    options: dict[str, Any] = {"single_grouped_weight": True, "bias": False, "dtype": torch.bfloat16}
+    layers: list[Any] = [GroupedLinear(3, 48, 48, fuse_wgrad_accumulation=True, **options) for _ in range(2)]
+    layers[1].weight, layers[1].transposed = layers[0].weight, True
+    model = DistributedDataParallel(nn.ModuleList(layers))
+    with model.no_sync(), autocast(recipe=RECIPES[0]):
+        layers[0](batch(0), SPLITS).float().sum().backward()
+        for layer in layers:
+            plain = GroupedLinear(3, 48, 48, **options)
+            plain.weight.data.copy_(layer.weight.transpose(1, 2) if layer.transposed else layer.weight)
+            assert torch.equal(layer(batch(1), SPLITS), plain(batch(1), SPLITS))
+
+
 @FORMS
 def test_without_a_provider_a_pass_makes_its_own_copies(packed: bool) -> None:
     layer = make(packed=packed, fused=False)
