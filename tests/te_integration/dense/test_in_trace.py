@@ -220,6 +220,9 @@ def test_what_a_graph_cannot_hold_is_a_break() -> None:
         half(x.bfloat16())
     assert len(broken) == 1, "a block of the traced code itself"
     kept = wrap(trained)
+    with traced() as broken, autocast():
+        trained(x.bfloat16())
+    assert len(broken) == 1, "around a fused layer too"
     with autocast():
         assert breaks(trained, x.bfloat16()) == 0, "that block has ended"
     assert breaks(Embedding(V, K, **FUSED), tokens(0)) == 0
@@ -243,6 +246,7 @@ def test_a_layer_that_ignores_recipes_computes_without_one() -> None:
 
 
 def test_a_layer_that_was_never_quantised_runs_whole_in_a_reentrant_recompute() -> None:
+    """One that was, outside of autocast, breaks: eager code raises the error."""
     layer, breaks = Linear(K, N, **FUSED), []
     kept = wrap(layer)
 
@@ -254,6 +258,12 @@ def test_a_layer_that_was_never_quantised_runs_whole_in_a_reentrant_recompute() 
 
     checkpoint(run, inputs(0), use_reentrant=True).sum().backward()
     assert breaks == [0, 0] and layer.weight.main_grad.any()
+    layer = Linear(K, N, dtype=torch.bfloat16, **FUSED)
+    kept = wrap(layer)
+    with autocast():
+        y = checkpoint(run, inputs(0, torch.bfloat16), use_reentrant=True)
+    with pytest.raises(RuntimeError, match="use_reentrant=False"):
+        y.sum().backward()
     del kept
 
 

@@ -168,6 +168,11 @@ BREAKS: dict[str, tuple[Callable[[], Any], dict[str, Any], list[str]]] = {
         {"x": torch.linspace(-1, 1, 32 * ROWS).view(ROWS, 32).bfloat16(), "recipe": Float8BlockScaling()},
         ["GroupedLinear._forward"],
     ),
+    "experts of transformers under a recipe": (
+        lambda: hugging_face("mixtral").bfloat16(),
+        {"recipe": Float8BlockScaling(), "x": torch.ones(ROWS, 32, dtype=torch.bfloat16)},
+        ["FusedExperts.forward"],
+    ),
     "a dispatcher that needs the host": (lambda: dispatching({}), {}, ["FusedExperts.forward"]),
     "a dispatcher of a graph": (lambda: dispatching(CAPACITY), {}, []),
 }

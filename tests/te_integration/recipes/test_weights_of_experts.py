@@ -187,6 +187,22 @@ def test_a_gradient_of_one_expert_speaks_for_none_of_the_others() -> None:
         assert torch.equal(found, fresh(x, SPLITS))
 
 
+@FORMS
+def test_another_dtype_of_products_between_microbatches(packed: bool) -> None:
+    torch.manual_seed(0)
+    layer = GroupedLinear(3, 48, 32, fuse_wgrad_accumulation=True, single_grouped_weight=packed)
+    model, found = DistributedDataParallel(layer), []
+    for mine in (model, copy.deepcopy(layer)):
+        for dtype in (torch.bfloat16, torch.float16):
+            with autocast(recipe=RECIPES[0]), torch.autocast("cpu", dtype):
+                y = mine(batch(0).float(), SPLITS)
+            if mine is model:
+                with model.no_sync():
+                    y.float().sum().backward()
+            found.append(y)
+    assert all(map(torch.equal, found[:2], found[2:]))
+
+
 def test_one_weight_of_two_layers_that_store_it_differently() -> None:
     """One multiplies by the transposes of what the other multiplies by: neither takes the other's copies."""
     options: dict[str, Any] = {"single_grouped_weight": True, "bias": False, "dtype": torch.bfloat16}
