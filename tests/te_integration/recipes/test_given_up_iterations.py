@@ -323,7 +323,8 @@ def test_without_a_wrapper_each_backward_counts() -> None:
     """What steps, or whether anything does, tells nobody: optimizers over copies, foreign wrappers, updates by hand."""
     for clears in (False, True):
         model, _ = build("plain")
-        loss_of(model, 0).backward()
+        loss = loss_of(model, 0)  # a program that keeps it keeps its graph
+        loss.backward()
         if clears:
             model.zero_grad()
         loss_of(model, 1)

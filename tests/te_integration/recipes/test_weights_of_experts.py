@@ -218,6 +218,38 @@ def test_one_weight_of_two_layers_that_store_it_differently() -> None:
 
 
 @FORMS
+def test_what_no_backward_will_read_is_not_quantised(packed: bool) -> None:
+    """Transposes of weights for inputs that need no gradient, and any of an evaluation."""
+    _, model = wrapped(packed=packed)
+    inputs: list[bool] = []
+    quantise = products.quantize_grouped_both
+
+    def count(matrix: Any, rows: Any, columns: Any, offsets: Any) -> Any:
+        inputs.append(columns is not None)
+        return quantise(matrix, rows, columns, offsets)
+
+    with mock.patch.object(products, "quantize_grouped_both", count), counted() as calls, autocast(recipe=RECIPES[0]):
+        model(batch(0), SPLITS)
+        with torch.no_grad():
+            model(batch(0).requires_grad_(), SPLITS)
+    assert calls == [(True, False), (True, False)] and inputs == [True, False]
+
+
+@FORMS
+def test_a_gradient_that_overflows_in_fp16_stays_visible(packed: bool) -> None:
+    """Elements have no Inf: a loss scaler finds NaN."""
+    layer = GroupedLinear(3, 48, 32, bias=False, single_grouped_weight=packed, dtype=torch.float16)
+    x = batch(0).half().requires_grad_()
+    with autocast(recipe=RECIPES[0]):
+        y = layer(x, SPLITS)
+    grad = torch.ones_like(y)
+    grad[-1, 0] = torch.inf
+    y.backward(grad)
+    assert x.grad is not None and x.grad.isnan().any()
+    assert any(param.grad is not None and param.grad.isnan().any() for param in layer.parameters())
+
+
+@FORMS
 def test_without_a_provider_a_pass_makes_its_own_copies(packed: bool) -> None:
     layer = make(packed=packed, fused=False)
     with counted() as calls:
