@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ...kernels import glu_named, scaled_glu
 from ...kernels.glu.reference import Glu
 from ..dense.activations import ScaledGlu, activation_named
-from ..dense.products import cast, dtype_of_products, in_transform
+from ..dense.products import cast, dtype_of_products, in_transform, rows_of
 
 __all__ = ["ScaledClampedQGeGLU", "ScaledSwiGLU", "glu_options", "scaled_activation"]
 
@@ -101,7 +101,7 @@ def scaled_activation(input: Tensor, scales: Tensor | None, glu: Glu) -> Tensor:
             f"{tuple(input.shape)} and {None if scales is None else tuple(scales.shape)}"
         )
     input = cast(input, dtype_of_products(input))
-    rows = input.reshape(input.shape[:-1].numel(), input.shape[-1])
+    rows = rows_of(input)
     row_scales = None if scales is None else scales.reshape(-1)
     if torch.compiler.is_compiling() or in_transform():
         # A compiler fuses visible operations and chooses what to save; transforms differentiate them.

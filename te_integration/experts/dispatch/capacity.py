@@ -82,7 +82,7 @@ class Capacity(Collective):
         self.num_dropped += counts.sum() - kept.sum()
         ends = counts.cumsum(0)
         begins = ends - counts
-        rows = (begins[:, None] + places).clamp_(max=max(0, num_rows - 1))
+        rows = (begins[:, None] + places).clamp_(max=num_rows - 1)
         row = torch.arange(num_rows, device=counts.device)
         expert = torch.searchsorted(ends, row, right=True)  # E for rows that go nowhere
         known = expert.clamp(max=self.num_experts - 1)

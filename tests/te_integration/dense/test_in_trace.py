@@ -16,6 +16,7 @@ import pytest
 import torch
 from loops import wrap
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from traced_forms import traced
 
 from maingrad.te_integration import (
@@ -219,6 +220,9 @@ def test_what_a_graph_cannot_hold_is_a_break() -> None:
         half(x.bfloat16())
     assert len(broken) == 1, "a block of the traced code itself"
     kept = wrap(trained)
+    with traced() as broken, autocast():
+        trained(x.bfloat16())
+    assert len(broken) == 1, "around a fused layer too"
     with autocast():
         assert breaks(trained, x.bfloat16()) == 0, "that block has ended"
     assert breaks(Embedding(V, K, **FUSED), tokens(0)) == 0
@@ -227,6 +231,53 @@ def test_what_a_graph_cannot_hold_is_a_break() -> None:
         kept = wrap(lookup)
         assert breaks(lookup, tokens(0)) == expected, max_norm
     del ddp, kept, delays
+
+
+def test_a_layer_that_ignores_recipes_computes_without_one() -> None:
+    layer = Linear(K, N, dtype=torch.bfloat16, **FUSED)
+    layer.ignores_recipes = True
+    kept, x = wrap(layer), inputs(0, torch.bfloat16)
+    expected = layer(x)
+    for recipe in RECIPES[:2]:
+        with autocast(recipe=recipe), traced() as broken:
+            found = layer(x)
+        assert torch.equal(found, expected) and not broken
+    del kept
+
+
+def test_a_layer_that_was_never_quantised_runs_whole_in_a_reentrant_recompute() -> None:
+    """One that was, outside of autocast, breaks: eager code raises the error."""
+    layer, breaks = Linear(K, N, **FUSED), []
+    kept = wrap(layer)
+
+    def run(x: Tensor) -> Tensor:
+        with traced() as broken:
+            y: Tensor = layer(x)
+        breaks.append(len(broken))
+        return y
+
+    checkpoint(run, inputs(0), use_reentrant=True).sum().backward()
+    assert breaks == [0, 0] and layer.weight.main_grad.any()
+    layer = Linear(K, N, dtype=torch.bfloat16, **FUSED)
+    kept = wrap(layer)
+    with autocast():
+        y = checkpoint(run, inputs(0, torch.bfloat16), use_reentrant=True)
+    with pytest.raises(RuntimeError, match="use_reentrant=False"):
+        y.sum().backward()
+    del kept
+
+
+def test_a_weight_is_found_where_the_backward_has_it_now() -> None:
+    """Its place among the operands changes: the bias before it is the caller's to add, or the layer's."""
+    layer: Any = Linear(K, N, **FUSED)
+    kept = wrap(layer)
+    for returned in (False, True, False):
+        layer.return_bias = returned
+        kept.zero_grad()
+        with traced():
+            y = layer(inputs(0))
+        (y[0] if returned else y).sum().backward()
+        torch.testing.assert_close(layer.weight.main_grad, inputs(0).detach().view(-1, K).sum(0).expand(N, K))
 
 
 @pytest.mark.parametrize("recipe", RECIPES[:-1], ids=lambda recipe: type(recipe).__name__)
@@ -334,6 +385,15 @@ def test_a_frozen_weight_that_is_stored_transposed() -> None:
     torch.testing.assert_close(found, expected)
     grads = (torch.autograd.grad(y.square().sum(), operands) for y in (found, expected))
     torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize("mode", [contextlib.nullcontext, traced], ids=["eager", "traced"])
+def test_a_weight_that_is_stored_transposed_whose_gradient_is_autograds(mode: Any) -> None:
+    layer: Any = Linear(K, K, bias=False)
+    layer.transposed = True
+    with mode():
+        found = layer(inputs(0))
+    torch.testing.assert_close(found, inputs(0) @ layer.weight)
 
 
 OF_ONE_WEIGHT: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], Tensor]]] = {

@@ -151,6 +151,14 @@ def test_what_is_returned_beside_the_output(return_bias: bool, return_norm: bool
         torch.testing.assert_close(layer.layer_norm_weight.main_grad, expected)
 
 
+def test_the_place_of_a_bias_that_is_not_there_stays() -> None:
+    for return_norm in (False, True):
+        layer = make("LayerNormLinear", bias=False, return_bias=True, return_layernorm_output=return_norm)
+        output, bias, *normalized = layer(batch())
+        assert bias is None and len(normalized) == return_norm
+        assert torch.equal(output, layer.normalize(batch()) @ layer.weight.t())
+
+
 @pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
 def test_state_dict_has_transformer_engines_names(normalization: str) -> None:
     layer = make("LayerNormLinear", normalization=normalization)

@@ -190,6 +190,20 @@ def test_a_weight_may_change_before_a_backward_that_brings_the_input_no_gradient
         torch.testing.assert_close(torch.cat(found), expected)
 
 
+def test_the_product_of_a_frozen_slice_is_not_computed() -> None:
+    products = []
+    for frozen in (False, True):
+        layer: Any = Linear(6, 4, fuse_wgrad_accumulation=True, parameters_split=("q", "k"))
+        layer.q_weight.requires_grad_(not frozen)
+        model = DistributedDataParallel(layer)
+        loss = model(torch.ones(3, 6)).sum()
+        with torch.profiler.profile() as profile:
+            loss.backward()
+        products.append(sum(each.count for each in profile.key_averages() if each.key in ("aten::mm", "aten::addmm")))
+        assert layer.k_weight.main_grad.eq(3).all()
+    assert products == [2, 1]
+
+
 def test_a_module_that_is_made_on_meta_has_a_name_for_graphs() -> None:
     with torch.device("meta"):
         layer = Linear(4, 4)

@@ -51,6 +51,17 @@ def test_a_subclass_of_transformers_keeps_its_forward(kind: str) -> None:
     assert type(module) is cls and vars(module).keys() == vars(plain).keys()
 
 
+def test_a_subclass_of_transformers_without_a_forward_of_its_own() -> None:
+    cls = type("OnlyInitialises", (nn.Embedding,), {"__module__": "transformers.models.any"})
+    module, plain = cls(7, 4), nn.Embedding(7, 4)
+    plain.load_state_dict(module.state_dict())
+    assert convert_linears(module).converted == ("",) and isinstance(module, cls)
+    ddp = DistributedDataParallel(module)
+    for ours, theirs in zip(grads_of(ddp), grads_of(plain), strict=True):
+        assert torch.equal(ours, theirs)
+    assert [record.num_fused_writes for record in ddp.records] == [1]
+
+
 def test_an_embedding_is_one_again_after_unconvert() -> None:
     module = nn.Embedding(7, 4, padding_idx=0)
     before = vars(module).keys()

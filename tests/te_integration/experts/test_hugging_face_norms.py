@@ -1,4 +1,4 @@
-"""Hugging Face's experts with a norm behind the second product, as Muse Spark's."""
+"""Hugging Face's experts whose rows are scaled apart from the gate: by other activations, and by a norm behind."""
 
 import itertools
 
@@ -46,3 +46,18 @@ def test_probabilities_scale_what_the_norm_gives(name: str, dtype: torch.dtype) 
     wanted = torch.autograd.grad((torch.stack(expected) * weights).sum(), leaves)
     for one, other in zip(found, wanted, strict=True):
         assert (one - other).norm() <= (1e-4 if dtype is torch.float32 else 0.05) * other.norm()
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+def test_probabilities_in_fp32_scale_rows_in_bf16(scaled: bool) -> None:
+    """Of an activation that has no kernel of its own: the second product takes bf16."""
+    model = tiny("mixtral", layers=1)
+    experts = model.model.layers[0].mlp.experts
+    experts.act_fn = nn.GELU()
+    x, index = torch.randn(6, WIDTH), torch.arange(12).remainder(4).view(6, 2)
+    probs = torch.rand(6, 2) if scaled else torch.ones(6, 2)
+    expected = experts(x, index, probs)
+    convert_linears(model.bfloat16())
+    found = experts(x.bfloat16(), index, probs)
+    assert found.dtype is torch.bfloat16
+    assert (found - expected).norm() <= 0.05 * expected.norm()

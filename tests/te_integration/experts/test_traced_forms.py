@@ -168,6 +168,11 @@ BREAKS: dict[str, tuple[Callable[[], Any], dict[str, Any], list[str]]] = {
         {"x": torch.linspace(-1, 1, 32 * ROWS).view(ROWS, 32).bfloat16(), "recipe": Float8BlockScaling()},
         ["GroupedLinear._forward"],
     ),
+    "experts of transformers under a recipe": (
+        lambda: hugging_face("mixtral").bfloat16(),
+        {"recipe": Float8BlockScaling(), "x": torch.ones(ROWS, 32, dtype=torch.bfloat16)},
+        ["FusedExperts.forward"],
+    ),
     "a dispatcher that needs the host": (lambda: dispatching({}), {}, ["FusedExperts.forward"]),
     "a dispatcher of a graph": (lambda: dispatching(CAPACITY), {}, []),
 }
@@ -283,3 +288,15 @@ def test_derivatives_of_gradients_are_refused_where_rows_travel() -> None:
     for output in (rows, sender.combine(rows, sent)):
         with pytest.raises(RuntimeError, match=r"TokenDispatcher: second derivatives \(create_graph=True\)"):
             torch.autograd.grad(output.square().sum(), x, create_graph=True, retain_graph=True)
+
+
+@pytest.mark.parametrize("mode", [contextlib.nullcontext, traced], ids=["eager", "traced"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_under_autocast_a_weight_gradient_is_rounded_to_the_dtype_of_the_weight(mode: Any, packed: bool) -> None:
+    """Once: bf16 has 256 and 258, and none between."""
+    layer = GroupedLinear(2, 8, 5, bias=False, single_grouped_weight=packed)
+    with torch.autocast("cpu", torch.bfloat16), mode():
+        output = layer(torch.ones(2 * 257, 8), torch.tensor([257, 257]))
+    output.sum().backward()
+    for param in layer.parameters():
+        assert param.grad is not None and param.grad.eq(257).all()

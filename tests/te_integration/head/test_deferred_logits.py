@@ -272,6 +272,15 @@ def test_autocast_leaves_fp64_as_it_is() -> None:
             assert found.dtype is expected.dtype and losses[0].dtype is losses[1].dtype
 
 
+def test_a_private_name_that_somebody_looks_for_is_not_there() -> None:
+    """A tensor has other ones; no logits are computed to look."""
+    head, z, _ = deferred(2, 3)
+    assert not hasattr(z, "_of_a_program") and not hasattr(z, "__array_interface__") and not hasattr(z, "_version")
+    with pytest.raises(AttributeError, match="DeferredLogits has no attribute '_of_a_program'"):
+        z._of_a_program  # noqa: B018
+    assert head.num_products == 0
+
+
 def test_logits_are_computed_once_and_may_be_written() -> None:
     head, z, expected = deferred(2, 3)
     assert z.to(torch.device("meta")).is_meta

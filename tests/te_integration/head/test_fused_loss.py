@@ -138,6 +138,15 @@ def test_arguments_of_the_loss(name: str, form: str) -> None:
     assert_alike(run(wrapped(name)), run(wrapped(name, fused_loss=False)))
 
 
+def test_labels_may_come_by_their_place() -> None:
+    model, given = wrapped(), batch()
+    places = list(inspect.signature(model.module.forward).parameters)
+    by_place = [given.get(name) for name in places[: places.index("labels") + 1]]
+    found, expected = model(*by_place), model(**given)
+    assert not isinstance(found.logits, Tensor) and torch.equal(found.loss, expected.loss)
+    assert isinstance(model(*by_place[:-1]).logits, Tensor), "without labels"
+
+
 @pytest.mark.in_turn
 def test_accumulation_tied_and_frozen() -> None:
     for name, frozen in (("llama, tied", False), ("llama", True)):

@@ -137,6 +137,21 @@ def test_a_forward_whose_graph_is_gone_is_taken_back() -> None:
             assert torch.equal(one.grad, other.grad)
 
 
+def test_a_forward_whose_graph_is_gone_behind_an_iteration_that_was_not_cleared() -> None:
+    """The writes of another iteration begin anew: what the last one has left is no other contribution."""
+    plain, model = ddp(Model("recompute")), ddp(Model("in_forward"))
+    for each in (plain, model):
+        each(*batch(2)).backward()
+        each.finish_grad_sync()
+    model(*batch(1))
+    gc.collect()
+    for each in (plain, model):
+        each(*batch(0)).backward()
+        each.finish_grad_sync()
+    for one, other in zip(plain.parameters(), model.parameters(), strict=True):
+        assert torch.equal(one.main_grad, other.main_grad)
+
+
 def test_without_grad_nothing_is_written() -> None:
     model, expected = pair()
     with torch.no_grad():

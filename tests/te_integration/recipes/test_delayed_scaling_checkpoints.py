@@ -297,3 +297,14 @@ def test_a_column_without_an_amax_stays_as_it_is() -> None:
     Roll(DelayedScaling(amax_history_len=2), [history], [scales])
     assert scales.tolist() == [64.0, 64.0, 57344 / 7, 2.0, 32.0, 4096.0]
     assert history[:, 3].tolist() == [-1.0, 5.0] and history[1, 4] == 14.0
+
+
+def test_a_state_with_scales_for_a_module_whose_weight_is_computed() -> None:
+    """There is no weight that says where scales would be: they are named as what nothing takes."""
+    stored, module = Linear(16, 16, dtype=torch.bfloat16), Linear(16, 16, dtype=torch.bfloat16)
+    with autocast(recipe=DelayedScaling(amax_history_len=2)):
+        stored(torch.ones(2, 16, dtype=torch.bfloat16))
+    nn.utils.parametrize.register_parametrization(module, "weight", nn.Identity())
+    unexpected = module.load_state_dict(stored.state_dict(), strict=False).unexpected_keys
+    assert {"fp8_scale", "fp8_amax_history"} <= set(unexpected)
+    assert not dict(module.named_buffers())

@@ -251,6 +251,27 @@ def test_a_state_that_is_loaded_before_a_skipped_step_stays(how: str) -> None:
     simulate(load, 2)
 
 
+@pytest.mark.parametrize("how", ["zero1", "zero3"])
+def test_a_state_that_is_loaded_between_two_skipped_steps_stays(how: str) -> None:
+    """The second one goes back to it, not to what was there before the first."""
+
+    def load() -> None:
+        model, optimizer = build(how)
+        iterate(model, optimizer, 0)
+        kept, expected = copy.deepcopy(model.state_dict()), state_of(model)
+        iterate(model, optimizer, 1)
+        for loads in (False, True):
+            if loads:
+                model.load_state_dict(kept)
+            (loss_of(model, 9, 100.0) * 100.0).backward()
+            finish(model)
+            clear(model, optimizer)
+            loss_of(model, 0)
+        assert_equal(state_of(model), expected)
+
+    simulate(load, 1)
+
+
 def scaled(how: str, overflows: bool, fused: bool = True) -> State:
     model, optimizer = build(how, fused)
     scaler: Any = (torch.amp.GradScaler if how in ("zero3", "stock") else GradScaler)("cpu", init_scale=8.0)
@@ -302,7 +323,8 @@ def test_without_a_wrapper_each_backward_counts() -> None:
     """What steps, or whether anything does, tells nobody: optimizers over copies, foreign wrappers, updates by hand."""
     for clears in (False, True):
         model, _ = build("plain")
-        loss_of(model, 0).backward()
+        loss = loss_of(model, 0)  # a program that keeps it keeps its graph
+        loss.backward()
         if clears:
             model.zero_grad()
         loss_of(model, 1)

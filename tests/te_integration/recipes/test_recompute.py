@@ -152,6 +152,20 @@ def test_an_mlp_that_recomputes_itself(shape: tuple[int, ...], recipe: Recipe) -
         assert torch.equal(once, whole)
 
 
+def test_an_mlp_that_recomputes_itself_multiplies_once_more() -> None:
+    """The second product of the recompute, whose output nobody reads, is not computed."""
+    counts = []
+    for recomputes in (False, True):
+        mlp = LayerNormMLP(32, 48, checkpoint=recomputes, fuse_wgrad_accumulation=True, dtype=torch.bfloat16)
+        model, x = DistributedDataParallel(mlp), torch.randn(8, 32).bfloat16().requires_grad_()
+        with autocast(recipe=CURRENT):
+            y = model(x)
+        with torch.profiler.profile() as profile:
+            backward(y)
+        counts.append(sum(each.count for each in profile.key_averages() if each.key in ("aten::mm", "aten::addmm")))
+    assert counts[1] - counts[0] == 1
+
+
 @pytest.mark.in_turn
 def test_compiled_layers_in_a_region() -> None:
     """The recompute runs with no block open: compiled code of a forward without recipe would run."""

@@ -10,10 +10,18 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from traced_forms import traced
 
 from maingrad.ddp import DistributedDataParallel, DistributedOptimizer
 from maingrad.kernels.quantized import operands
-from maingrad.te_integration import Float8BlockScaling, Float8CurrentScaling, Linear, autocast
+from maingrad.te_integration import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    LayerNormMLP,
+    Linear,
+    autocast,
+)
 
 RECIPES = [Float8CurrentScaling(), Float8BlockScaling()]
 
@@ -227,11 +235,76 @@ def test_another_dtype_of_products_between_microbatches() -> None:
     assert all(map(torch.equal, found[:2], found[2:]))
 
 
+@pytest.mark.parametrize("mode", [contextlib.nullcontext, traced], ids=["eager", "traced"])
+@pytest.mark.parametrize("first", [False, True], ids=["", "of the first layer"])
+def test_the_forwards_that_train_share_a_copy(mode: Any, first: bool) -> None:
+    """That of the first layer too, whose input needs no gradient."""
+    _, model = wrapped()
+    with counted() as shapes, model.no_sync():
+        for seed in range(3):
+            with autocast(recipe=RECIPES[0]), mode():
+                y = model(batch(seed).requires_grad_(not first))
+            y.float().sum().backward()
+    assert shapes.count((96, 64)) == 1 and shapes.count((64, 96)) == (0 if first else 1)
+
+
+def test_one_weight_of_two_layers_that_store_it_differently() -> None:
+    """One multiplies by the transpose of what the other multiplies by: neither takes the other's copy."""
+    layers: list[Any] = [Linear(64, 64, bias=False, fuse_wgrad_accumulation=True, dtype=torch.bfloat16)]
+    layers += [copy.deepcopy(layers[0])]
+    layers[1].weight, layers[1].transposed = layers[0].weight, True
+    model = DistributedDataParallel(nn.ModuleList(layers))
+    with model.no_sync(), autocast(recipe=RECIPES[0]):
+        layers[0](batch(0)).float().sum().backward()
+        for layer in layers:
+            plain = Linear(64, 64, bias=False, dtype=torch.bfloat16)
+            plain.weight.data.copy_(layer.weight.t() if layer.transposed else layer.weight)
+            assert torch.equal(layer(batch(1)), plain(batch(1)))
+
+
+def test_one_weight_of_two_modules_whose_delayed_scales_differ() -> None:
+    recipe = DelayedScaling(amax_history_len=2)
+    layers: list[Any] = [Linear(64, 64, bias=False, fuse_wgrad_accumulation=True, dtype=torch.bfloat16)]
+    layers += [copy.deepcopy(layers[0])]
+    layers[1].weight = layers[0].weight
+    model = DistributedDataParallel(nn.ModuleList(layers))
+    for _ in range(2):
+        with model.no_sync(), autocast(recipe=recipe):
+            layers[0](batch(0)).float().sum().backward()
+            found = layers[1](batch(1))
+        model.finish_grad_sync()
+        model.zero_grad_buffer()
+    assert layers[0].fp8_scale[1] != layers[1].fp8_scale[1] == 1.0
+    plain = Linear(64, 64, bias=False, dtype=torch.bfloat16)
+    plain.load_state_dict({"weight": layers[0].weight})
+    with autocast(recipe=recipe):
+        assert torch.equal(found, plain(batch(1)))
+
+
+def test_one_weight_of_two_products_whose_delayed_scales_differ() -> None:
+    recipe = DelayedScaling(amax_history_len=2)
+    mlp, plain = (LayerNormMLP(64, 64, bias=False, dtype=torch.bfloat16) for _ in range(2))
+    mlp.fuse_wgrad_accumulation = True
+    for each in (mlp, plain):
+        each.fc2_weight = each.fc1_weight
+    model = DistributedDataParallel(mlp)
+    forward_backward(model, recipe, 0)
+    model.finish_grad_sync()
+    model.zero_grad_buffer()
+    mlp.fp8_scale[4] = 16.0  # of the second product's weight
+    plain.load_state_dict(copy.deepcopy(mlp.state_dict()))
+    with model.no_sync():
+        forward_backward(model, recipe, 1)
+        with autocast(recipe=recipe):
+            assert torch.equal(model(batch(2)), plain(batch(2)))
+
+
 def test_nothing_is_quantised_for_a_backward_that_cannot_come() -> None:
     _, model = wrapped()
-    with counted() as shapes, torch.no_grad(), autocast(recipe=RECIPES[0]):
-        model(batch(0))
-    assert sorted(shapes) == [(8, 64), (96, 64)]
+    for mode in (contextlib.nullcontext, traced):
+        with counted() as shapes, torch.no_grad(), autocast(recipe=RECIPES[0]), mode():
+            model(batch(0).requires_grad_())
+        assert sorted(shapes) == [(8, 64), (96, 64)]
 
 
 @pytest.mark.in_turn

@@ -188,6 +188,68 @@ def test_a_gradient_of_one_expert_speaks_for_none_of_the_others() -> None:
 
 
 @FORMS
+def test_another_dtype_of_products_between_microbatches(packed: bool) -> None:
+    torch.manual_seed(0)
+    layer = GroupedLinear(3, 48, 32, fuse_wgrad_accumulation=True, single_grouped_weight=packed)
+    model, found = DistributedDataParallel(layer), []
+    for mine in (model, copy.deepcopy(layer)):
+        for dtype in (torch.bfloat16, torch.float16):
+            with autocast(recipe=RECIPES[0]), torch.autocast("cpu", dtype):
+                y = mine(batch(0).float(), SPLITS)
+            if mine is model:
+                with model.no_sync():
+                    y.float().sum().backward()
+            found.append(y)
+    assert all(map(torch.equal, found[:2], found[2:]))
+
+
+def test_one_weight_of_two_layers_that_store_it_differently() -> None:
+    """One multiplies by the transposes of what the other multiplies by: neither takes the other's copies."""
+    options: dict[str, Any] = {"single_grouped_weight": True, "bias": False, "dtype": torch.bfloat16}
+    layers: list[Any] = [GroupedLinear(3, 48, 48, fuse_wgrad_accumulation=True, **options) for _ in range(2)]
+    layers[1].weight, layers[1].transposed = layers[0].weight, True
+    model = DistributedDataParallel(nn.ModuleList(layers))
+    with model.no_sync(), autocast(recipe=RECIPES[0]):
+        layers[0](batch(0), SPLITS).float().sum().backward()
+        for layer in layers:
+            plain = GroupedLinear(3, 48, 48, **options)
+            plain.weight.data.copy_(layer.weight.transpose(1, 2) if layer.transposed else layer.weight)
+            assert torch.equal(layer(batch(1), SPLITS), plain(batch(1), SPLITS))
+
+
+@FORMS
+def test_what_no_backward_will_read_is_not_quantised(packed: bool) -> None:
+    """Transposes of weights for inputs that need no gradient, and any of an evaluation."""
+    _, model = wrapped(packed=packed)
+    inputs: list[bool] = []
+    quantise = products.quantize_grouped_both
+
+    def count(matrix: Any, rows: Any, columns: Any, offsets: Any) -> Any:
+        inputs.append(columns is not None)
+        return quantise(matrix, rows, columns, offsets)
+
+    with mock.patch.object(products, "quantize_grouped_both", count), counted() as calls, autocast(recipe=RECIPES[0]):
+        model(batch(0), SPLITS)
+        with torch.no_grad():
+            model(batch(0).requires_grad_(), SPLITS)
+    assert calls == [(True, False), (True, False)] and inputs == [True, False]
+
+
+@FORMS
+def test_a_gradient_that_overflows_in_fp16_stays_visible(packed: bool) -> None:
+    """Elements have no Inf: a loss scaler finds NaN."""
+    layer = GroupedLinear(3, 48, 32, bias=False, single_grouped_weight=packed, dtype=torch.float16)
+    x = batch(0).half().requires_grad_()
+    with autocast(recipe=RECIPES[0]):
+        y = layer(x, SPLITS)
+    grad = torch.ones_like(y)
+    grad[-1, 0] = torch.inf
+    y.backward(grad)
+    assert x.grad is not None and x.grad.isnan().any()
+    assert any(param.grad is not None and param.grad.isnan().any() for param in layer.parameters())
+
+
+@FORMS
 def test_without_a_provider_a_pass_makes_its_own_copies(packed: bool) -> None:
     layer = make(packed=packed, fused=False)
     with counted() as calls:

@@ -1,6 +1,7 @@
 """Products over tensor-parallel ranks, beside the same products whole: eagerly, and what a compiler traces of them."""
 
 import itertools
+import threading
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from maingrad.ddp import WORLD_OF_ONE, DistributedDataParallel
 from maingrad.launch import simulate
-from maingrad.te_integration import Linear
+from maingrad.te_integration import Float8CurrentScaling, Linear, autocast
 from maingrad.te_integration.dense.tensor_parallel import multiply_over_ranks, ranks_of
 
 K, F, SHAPE = 6, 8, (4, 2, 6)
@@ -74,3 +75,34 @@ def test_products_are_those_of_one_process(
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: traced)
     for errors in simulate(over_ranks, 2, sequence_dim, shares):
         assert max(errors) < 1e-12
+
+
+class _Traced(threading.local):
+    """Whether this thread, a rank, runs what a compiler traces."""
+
+    now = False
+
+
+def quantised(mode: Any, traces: bool) -> list[Tensor]:
+    rank, ranks = dist.get_rank(), ranks_of(dist.group.WORLD, 0)  # type: ignore[arg-type]
+    layer = Linear(16, 16, bias=False, dtype=torch.bfloat16, fuse_wgrad_accumulation=True)
+    layer.weight.data.copy_(random(1, 32, 16).chunk(2)[rank])
+    model = DistributedDataParallel(layer, process_group=WORLD_OF_ONE)
+    x = random(2, 2, 16).add(rank).bfloat16().requires_grad_()
+    with autocast(recipe=Float8CurrentScaling()):
+        mode.now = traces
+        y = multiply_over_ranks(layer, "column", ranks, x, (layer.weight,), None, None)
+        mode.now = False
+    y.float().square().sum().backward()
+    model.finish_grad_sync()
+    assert x.grad is not None
+    return [y.detach(), x.grad, layer.weight.main_grad.clone()]
+
+
+def test_a_quantised_product_of_a_gathered_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    mode = _Traced()
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: mode.now)
+    found, expected = (simulate(quantised, 2, mode, traces) for traces in (True, False))
+    for mine, eager in zip(found, expected, strict=True):
+        assert mine[0].shape == (4, 16)
+        assert all(map(torch.equal, mine, eager))
