@@ -160,6 +160,10 @@ def test_products_gather_again_in_eager_code_that_writes_weight_gradients_alone(
     fused_loss = calls({}, fused_loss=True, fuse_wgrad_accumulation=False)
     assert fused_loss - autograd == 2 * 2, "numbers of the loss are exchanged in backward again"
     assert calls({}, fused_loss=True) - fused_loss == 2 * 4
+    for tokens, chunks in ((2048, 1), (4096, 2), (4608, 3)):
+        large = {"sequence_length": 32, "global_batch_size": 2 * tokens // 32}
+        beside = calls(large, fuse_wgrad_accumulation=False)
+        assert calls(large, fused_loss=True, fuse_wgrad_accumulation=False) - beside == 2 * (4 * chunks - 2)
     assert calls({"compile": True}) - autograd == calls({"recipe": "float8_current"}) - autograd == 2
 
 
