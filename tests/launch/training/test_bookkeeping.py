@@ -214,11 +214,12 @@ class ByRank:
 def test_ranks_whose_clocks_differ_end_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """And have one learning rate: a run is as far as the mean of their clocks says."""
     monkeypatch.setattr(loop, "time", ByRank())
-    settings = {"steps": 10**6, "max_seconds": 30.0, "eval_every": 10**6}
+    settings = {"steps": 10**6, "max_seconds": 30.0, "eval_every": 10**6, "save_every": 10**6}
     first, second = simulate(train, 2, config_of(tmp_path, train=settings))
     assert first.steps == second.steps < 30
     times = [record["elapsed"] for record in records(tmp_path, "step")]
     assert times[-1] >= 30.0 > times[-2]
+    assert [record["step"] for record in records(tmp_path, "checkpoint")] == [first.steps], "at the end of its time"
 
 
 def test_a_record_is_in_the_file_at_once(tmp_path: Path):
@@ -328,6 +329,13 @@ def test_the_demonstration_is_compared_with_the_bigram_model(tmp_path: Path):
         config = config_of(tmp_path, data=data | other, train={"steps": 1}, optimizer={"warmup_steps": 0})
         assert train(config, display=Heard()).bigram_loss is None  # type: ignore[arg-type]
         assert "nats_below_bigram" not in records(tmp_path, "final")[0]
+    config = config_of(
+        tmp_path, data=data, train={"steps": 1, "save_every": 1, "resume": "auto"}, optimizer={"warmup_steps": 0}
+    )
+    assert train(config, display=Heard()).validation_loss is not None  # type: ignore[arg-type]
+    nothing_left = train(config, display=Heard())  # type: ignore[arg-type]
+    assert (nothing_left.validation_loss, nothing_left.bigram_loss) == (None, result.bigram_loss)
+    assert records(tmp_path, "final")[0]["bigram_loss"] == result.bigram_loss
     of_another_rank: Any = SimpleNamespace(
         runtime=SimpleNamespace(is_main=False), config=config_of(tmp_path, data=data)
     )
