@@ -1,7 +1,7 @@
 """The pieces of one step by themselves: whose rows a rank reads, how they count, and what is noted of them."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,9 +14,11 @@ from torch import Tensor
 from maingrad.launch.config.run import MeshConfig
 from maingrad.launch.data.batches import Batch, DataError
 from maingrad.launch.training import train as loop
+from maingrad.launch.training.pace import Pace
 from maingrad.launch.training.recording import _observed_facts
 from maingrad.launch.training.runtime import Runtime
 from maingrad.launch.training.train import Trainer
+from maingrad.launch.training.watching.progress import Status
 from maingrad.launch.training.wrapping import HeldParameter
 
 
@@ -175,3 +177,159 @@ def test_what_a_step_did_is_counted():
         "buckets": [{"bucket": name, "collective": what, "nbytes": nbytes} for name, what, nbytes in spans],
         "gathers": [{"bucket": "b", "collective": "all_gather", "nbytes": 6}],
     }
+
+
+# ---- Between steps, and after the last one. ----
+
+
+@pytest.mark.parametrize("experts", [0, 2])
+@pytest.mark.parametrize(("asked", "unsaved"), [(False, False), (True, False), (False, True)])
+def test_a_record_is_of_all_ranks(experts: int, asked: bool, unsaved: bool, monkeypatch: pytest.MonkeyPatch):
+    """Of three steps on two ranks: what the other rank adds is given. One that was asked to stop stops all."""
+    happened, written, shown = list[str](), list[Any](), list[Any]()
+    added = [2.0, float(asked), 50.0, float(unsaved), 1.5, 2.5, 3.5]
+    clock = iter([107.0, 110.0, 120.0])
+    monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    trainer: Any = SimpleNamespace(
+        config=SimpleNamespace(
+            train=SimpleNamespace(num_microbatches=2, global_batch_size=4, sequence_length=8),
+            model=SimpleNamespace(num_experts=experts),
+        ),
+        pace=Pace(20, None, step=7),
+        logged_step=4,
+        log_start=100.0,
+        start=77.0,
+        loss_sum=torch.tensor(12.0, dtype=torch.float64),
+        router_sums=torch.tensor([3.0, 9.0, 15.0], dtype=torch.float64),
+        stop=SimpleNamespace(requested=False),
+        saver=SimpleNamespace(
+            failed=lambda: False, finish=lambda: happened.append("finish"), look=lambda: happened.append("look")
+        ),
+        wrapped=SimpleNamespace(
+            failures=SimpleNamespace(watch=lambda what: nullcontext()),
+            optimizer=SimpleNamespace(grad_norm=torch.tensor(0.0)),
+        ),
+        runtime=SimpleNamespace(
+            world_size=2, all_reduce_sum=lambda own: [a + b for a, b in zip(own, added, strict=True)]
+        ),
+        metrics=SimpleNamespace(write=lambda kind, **fields: written.append((kind, fields))),
+        display=SimpleNamespace(update=shown.append),
+    )
+    assert Trainer._log(trainer, 0.5) == (3.0, asked), "12 / 3 here and 2 there"
+    assert trainer.pace.seconds == 40.0, "30 here and 50 there"
+    assert happened == ["finish"] * unsaved + ["look"]
+    routers = {"load_balancing_loss": 1.0, "router_z_loss": 2.0, "max_expert_load": 3.0}
+    record = {
+        "step": 7,
+        "loss": 3.0,
+        "lr": 0.5,
+        "grad_norm": 0.0,
+        "tokens_per_second": 4 * 8 * 3 / 10.0,
+        "seconds_per_step": 10.0 / 3,
+        "elapsed": 40.0,
+    }
+    assert written == [("step", record | (routers if experts else {}))]
+    assert shown == [Status(7, 20, 7 / 20, 40.0, 3.0, 0.5, 9.6)]
+    assert (trainer.logged_step, trainer.log_start) == (7, 120.0)
+    assert trainer.loss_sum == 0.0 and trainer.router_sums.tolist() == [0.0] * 3
+
+
+@pytest.mark.parametrize("is_main", [True, False])
+@pytest.mark.parametrize(
+    ("source", "saves", "trusts"), [(None, True, False), ("a", True, False), ("a", True, True), ("a", False, False)]
+)
+def test_what_a_run_leaves_at_its_end(
+    is_main: bool, source: str | None, saves: bool, trusts: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """All ranks take part in the gathers of a model that is written, and one writes. An interrupted run writes none."""
+    asked, said, written = list[Any](), list[str](), list[Any]()
+    model = SimpleNamespace(hugging_face=source, save_hugging_face=saves, trust_remote_code=trusts)
+
+    def gathered(what: str) -> Any:
+        return lambda wanted: asked.append((what, wanted)) or what
+
+    monkeypatch.setattr(loop, "save_hugging_face", lambda *given: asked.append(given))
+    monkeypatch.setattr(loop, "peak_nbytes", lambda device: {"cpu": 99}[device.type])
+    trainer: Any = SimpleNamespace(
+        config=SimpleNamespace(model=model, train=SimpleNamespace(out_dir="runs/x")),
+        runtime=SimpleNamespace(is_main=is_main, device=torch.device("cpu")),
+        display=SimpleNamespace(message=said.append),
+        pace=Pace(9, None, step=7),
+        metrics=SimpleNamespace(write=lambda kind, **fields: written.append((kind, fields))),
+        wrapped=SimpleNamespace(whole_weights=gathered("weights"), digest=gathered("digest")),
+        stop=SimpleNamespace(signal_name="SIGTERM"),
+    )
+    found = {"step": 7, "seconds": 61.0, "validation_loss": 2.0, "peak_memory_bytes": 99}
+    Trainer._conclude(trainer, 2.0, None, 61.0, interrupted=False)
+    assert written.pop() == ("final", found | {"weights_sha256": "digest"})
+    folder, writes = "runs/x/hugging_face", source is not None and saves
+    files = [("weights", source, folder, said.append, trusts)] * is_main
+    assert asked == [("weights", is_main), *files] * writes + [("digest", is_main)]
+    assert said == [f"the model is in '{folder}'"] * (writes and is_main)
+    asked.clear()
+    said.clear()
+    for name, signal in (("SIGTERM", "SIGTERM"), ("", "another rank's")):
+        trainer.stop.signal_name = name
+        Trainer._conclude(trainer, 2.0, 2.5, 61.0, interrupted=True)
+        assert written.pop() == ("interrupted", found | {"bigram_loss": 2.5, "signal": signal})
+        assert said.pop() == "interrupted after step 7; records are in runs/x" and asked == []
+
+
+@pytest.mark.parametrize(("loss", "gap", "side"), [(2.0, 0.5, "below"), (2.5, 0.0, "below"), (3.0, -0.5, "above")])
+def test_the_end_of_the_demonstration_says_how_far_the_bigram_model_is(loss: float, gap: float, side: str):
+    said, written = list[str](), list[Any]()
+    trainer: Any = SimpleNamespace(
+        config=SimpleNamespace(
+            model=SimpleNamespace(hugging_face=None, save_hugging_face=True), train=SimpleNamespace(out_dir="runs/x")
+        ),
+        runtime=SimpleNamespace(is_main=True, device=torch.device("cpu")),
+        display=SimpleNamespace(message=said.append),
+        pace=Pace(9, None, step=7),
+        metrics=SimpleNamespace(write=lambda kind, **fields: written.append(fields)),
+        wrapped=SimpleNamespace(digest=lambda wanted: "digest"),
+    )
+    Trainer._conclude(trainer, loss, 2.5, 61.4, interrupted=False)
+    assert (written[0]["nats_below_bigram"], written[0]["bigram_loss"]) == (gap, 2.5)
+    assert said == [
+        f"validation loss {loss:.4f} nats per byte after 7 steps in 61 s: {abs(gap):.4f} {side} the byte-bigram "
+        f"model's 2.5000"
+    ]
+    Trainer._conclude(trainer, None, 2.5, 61.4, interrupted=False)
+    assert "nats_below_bigram" not in written[1] and written[1]["bigram_loss"] == 2.5 and len(said) == 1
+
+
+@pytest.mark.parametrize(
+    ("every", "step", "is_over", "saves"),
+    [(None, 6, True, False), (3, 6, False, True), (3, 7, False, False), (3, 7, True, True), (7, 3, False, False)],
+)
+@pytest.mark.parametrize("validated", [True, False])
+def test_a_checkpoint_is_due_at_round_steps_and_at_the_end(
+    every: int | None, step: int, is_over: bool, saves: bool, validated: bool, monkeypatch: pytest.MonkeyPatch
+):
+    saved, written = list[Any](), list[Any]()
+    clock = iter([10.0, 14.0, 15.0])
+    monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    trainer: Any = SimpleNamespace(
+        config=SimpleNamespace(train=SimpleNamespace(save_every=every)),
+        pace=Pace(20, None, step=step),
+        saver=SimpleNamespace(save=lambda *given, **how: saved.append((*given, how))),
+        scheduler="schedule",
+        digests="digests",
+        validated=validated,
+        metrics=SimpleNamespace(write=lambda kind, **fields: written.append((kind, fields))),
+        log_start=1.0,
+    )
+    Trainer._save(trainer, is_over=is_over)
+    assert saved == [(trainer.pace, "schedule", "digests", {"validated": validated})] * saves
+    assert written == [("checkpoint", {"step": step, "seconds": 4.0})] * saves
+    assert trainer.log_start == (15.0 if saves else 1.0)
+
+
+@pytest.mark.parametrize(
+    ("step", "seconds", "due"), [(4, 0.0, True), (5, 0.0, False), (5, 30.0, True), (9, 0.0, True), (3, 29.0, False)]
+)
+def test_a_validation_is_due_at_round_steps_and_at_the_end(step: int, seconds: float, due: bool):
+    trainer: Any = SimpleNamespace(
+        config=SimpleNamespace(train=SimpleNamespace(eval_every=4)), pace=Pace(9, 30.0, step, seconds)
+    )
+    assert Trainer._is_validated_here(trainer) is due
