@@ -212,6 +212,8 @@ def test_roots_are_named_by_their_numbers_among_all_ranks() -> None:
 def test_rows_that_do_not_divide_need_splits() -> None:
     with pytest.raises(SimulatedRankError, match="all_to_all_single: 3 rows do not divide among 2 ranks; give splits"):
         simulate(lambda: dist.group.WORLD.all_to_all_single(torch.ones(3), torch.ones(3), [], []), 2)
+    with pytest.raises(SimulatedRankError, match="all_to_all_single: 3 rows do not divide among 2 ranks"):
+        simulate(lambda: dist.group.WORLD.all_to_all_single(torch.ones(3, 2), torch.ones(3, 2), [], []), 2)
 
 
 @pytest.mark.parametrize("starts", [[1, 1, 0], [0, 1, 1]])

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from maingrad.launch.config.run import MeshConfig
 from maingrad.launch.data.batches import Batch, DataError
+from maingrad.launch.training import recording
 from maingrad.launch.training import train as loop
 from maingrad.launch.training.pace import Pace
-from maingrad.launch.training.recording import _observed_facts
+from maingrad.launch.training.recording import StepRecorder, _observed_facts
 from maingrad.launch.training.runtime import Runtime
 from maingrad.launch.training.train import Trainer
 from maingrad.launch.training.watching.progress import Status
@@ -179,15 +180,115 @@ def test_what_a_step_did_is_counted():
     }
 
 
+@pytest.mark.parametrize("graphed", [True, False])
+@pytest.mark.parametrize("is_recorded", [True, False])
+def test_a_step_is_replayed_unless_it_is_recorded(graphed: bool, is_recorded: bool):
+    happened = list[Any]()
+
+    def noted(what: str) -> Any:
+        return lambda *given: happened.append((what, *given))
+
+    def run(kind: str) -> Any:
+        def iteration(inputs: Tensor, targets: Tensor, *more: Any) -> Tensor:
+            happened.append((kind, inputs.tolist(), targets.tolist(), more))
+            return torch.ones(())
+
+        return iteration
+
+    def batch(step: int, microbatch: int) -> Batch:
+        return Batch(torch.tensor([[step, microbatch]]), torch.tensor([[step, -microbatch]]))
+
+    trainer: Any = SimpleNamespace(
+        config=SimpleNamespace(train=SimpleNamespace(seed=1, num_microbatches=2)),
+        recorder=SimpleNamespace(step_begins=noted("begins"), is_recording=is_recorded, step_ended=noted("ended")),
+        runtime=SimpleNamespace(rank=0),
+        graphed=run("graph") if graphed else None,
+        _iteration=run("eager"),
+        _batch=batch,
+        _document_arguments=lambda step, batches: [step, len(batches)],
+    )
+    assert Trainer._step(trainer, 5) == 1.0
+    kind = "graph" if graphed and not is_recorded else "eager"
+    tokens = [[[5, 0]], [[5, 1]]], [[[5, 0]], [[5, -1]]]
+    assert happened == [("begins", 5), (kind, *tokens, (5, 2)), ("ended",)]
+    drawn = set()
+    for seed, step, rank in ((1, 5, 0), (2, 5, 0), (1, 6, 0), (1, 5, 1), (1, 5, 0)):
+        trainer.config.train.seed, trainer.runtime.rank = seed, rank
+        Trainer._step(trainer, step)
+        drawn.add(float(torch.rand(())))
+    assert len(drawn) == 4, "of seed, step and rank alone"
+
+
+def test_an_iteration_updates_what_has_been_reduced():
+    happened = list[Any]()
+
+    @contextmanager
+    def phase(name: str) -> Iterator[None]:
+        happened.append(name)
+        yield
+        happened.append("end of phase")
+
+    def noted(what: str) -> Any:
+        return lambda *given: happened.append(what)
+
+    trainer: Any = SimpleNamespace(
+        _run_microbatches=lambda *given: happened.append(given) or "loss",
+        model=SimpleNamespace(finish_grad_sync=noted("reduced")),
+        recorder=SimpleNamespace(phase=phase),
+        wrapped=SimpleNamespace(step=noted("step"), optimizer=SimpleNamespace(zero_grad=noted("zero"))),
+    )
+    given: Any = ("inputs", "targets", "weights", "positions")
+    assert Trainer._iteration(trainer, *given) == "loss"
+    assert happened == [given, "reduced", "optimizer", "step", "end of phase", "zero"]
+
+
+@pytest.mark.parametrize(
+    ("first", "count", "observed", "timed"),
+    [(0, 14, 0, 10), (0, 12, 0, 10), (0, 11, 0, 9), (7, 7, 7, 12), (0, 4, 0, 2), (3, 3, 3, 3), (0, 1, 0, 0)],
+)
+def test_which_steps_are_recorded(first: int, count: int, observed: int, timed: int, monkeypatch: pytest.MonkeyPatch):
+    """From their beginning to the end of the next forward. A step of which no forward follows ends with the run."""
+    opened, written, now = list[Any](), list[Any](), [0]
+
+    @contextmanager
+    def record_timeline() -> Iterator[Any]:
+        opened.append(("begins", now[0]))
+        timeline = SimpleNamespace(phase=lambda name: nullcontext(opened.append((name, now[0]))))
+        yield timeline
+        opened.append(("ends", now[0]))
+
+    monkeypatch.setattr(recording, "_observed_facts", lambda wrapped, timeline, runtime: {"facts": 1})
+    monkeypatch.setattr(recording, "timeline_record", lambda timeline, step: {"step": step})
+    wrapped: Any = SimpleNamespace(model=SimpleNamespace(record_timeline=record_timeline))
+    metrics: Any = SimpleNamespace(write=lambda kind, **fields: written.append((kind, fields)))
+    recorder = StepRecorder(
+        wrapped, Runtime(0, 1, torch.device("cpu")), metrics, first_step=first, num_steps=count, unit="byte"
+    )
+    for now[0] in range(first, first + count):
+        recorder.step_begins(now[0])
+        for _ in range(2):
+            recorder.forward_ended()
+        assert recorder.is_recording is (now[0] in (observed, timed))
+        with recorder.phase("optimizer"):
+            pass
+        recorder.step_ended()
+    now[0] += 1
+    for _ in range(2):
+        recorder.close()
+    both = [observed] if observed == timed else [observed, timed]
+    assert opened == [each for step in both for each in (("begins", step), ("optimizer", step), ("ends", step + 1))]
+    assert written == [("observed", {"step": observed, "facts": 1, "unit": "byte"}), ("timeline", {"step": timed})]
+
+
 # ---- Between steps, and after the last one. ----
 
 
 @pytest.mark.parametrize("experts", [0, 2])
-@pytest.mark.parametrize(("asked", "unsaved"), [(False, False), (True, False), (False, True)])
-def test_a_record_is_of_all_ranks(experts: int, asked: bool, unsaved: bool, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(("asked", "unsaved"), [("", ""), ("there", "there"), ("here", "here")])
+def test_a_record_is_of_all_ranks(experts: int, asked: str, unsaved: str, monkeypatch: pytest.MonkeyPatch):
     """Of three steps on two ranks: what the other rank adds is given. One that was asked to stop stops all."""
     happened, written, shown = list[str](), list[Any](), list[Any]()
-    added = [2.0, float(asked), 50.0, float(unsaved), 1.5, 2.5, 3.5]
+    added = [2.0, float(asked == "there"), 50.0, float(unsaved == "there"), 1.5, 2.5, 3.5]
     clock = iter([107.0, 110.0, 120.0])
     monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     trainer: Any = SimpleNamespace(
@@ -201,9 +302,11 @@ def test_a_record_is_of_all_ranks(experts: int, asked: bool, unsaved: bool, monk
         start=77.0,
         loss_sum=torch.tensor(12.0, dtype=torch.float64),
         router_sums=torch.tensor([3.0, 9.0, 15.0], dtype=torch.float64),
-        stop=SimpleNamespace(requested=False),
+        stop=SimpleNamespace(requested=asked == "here"),
         saver=SimpleNamespace(
-            failed=lambda: False, finish=lambda: happened.append("finish"), look=lambda: happened.append("look")
+            failed=lambda: unsaved == "here",
+            finish=lambda: happened.append("finish"),
+            look=lambda: happened.append("look"),
         ),
         wrapped=SimpleNamespace(
             failures=SimpleNamespace(watch=lambda what: nullcontext()),
@@ -215,9 +318,9 @@ def test_a_record_is_of_all_ranks(experts: int, asked: bool, unsaved: bool, monk
         metrics=SimpleNamespace(write=lambda kind, **fields: written.append((kind, fields))),
         display=SimpleNamespace(update=shown.append),
     )
-    assert Trainer._log(trainer, 0.5) == (3.0, asked), "12 / 3 here and 2 there"
+    assert Trainer._log(trainer, 0.5) == (3.0, bool(asked)), "12 / 3 here and 2 there"
     assert trainer.pace.seconds == 40.0, "30 here and 50 there"
-    assert happened == ["finish"] * unsaved + ["look"]
+    assert happened == ["finish"] * bool(unsaved) + ["look"]
     routers = {"load_balancing_loss": 1.0, "router_z_loss": 2.0, "max_expert_load": 3.0}
     record = {
         "step": 7,
@@ -333,3 +436,105 @@ def test_a_validation_is_due_at_round_steps_and_at_the_end(step: int, seconds: f
         config=SimpleNamespace(train=SimpleNamespace(eval_every=4)), pace=Pace(9, 30.0, step, seconds)
     )
     assert Trainer._is_validated_here(trainer) is due
+
+
+class Loop(Trainer):
+    """A loop of which each part notes that it runs, in the place of what it does."""
+
+    def __init__(self, pace: Pace, happened: list[Any], **settings: Any) -> None:
+        def note(what: str) -> Any:
+            return lambda *given, **how: happened.append((what, pace.step))
+
+        given = {"steps": pace.steps, "log_every": 2, "eval_every": 3, "cuda_graph": False, **settings}
+        self.config: Any = SimpleNamespace(train=SimpleNamespace(**given))
+        self.pace, self.happened = pace, happened
+        self.runtime: Any = SimpleNamespace(device=torch.device("cpu"), is_main=True)
+        self.scheduler: Any = SimpleNamespace(
+            get_last_lr=lambda: [9.0, 10.0 ** -(pace.step + 1)], step=note("schedule")
+        )
+        self.profiler: Any = SimpleNamespace(step=self._profiled, stop=note("profile ends"))
+        self.saver: Any = SimpleNamespace(prepare=note("memory"), finish=note("saved"))
+        self.recorder: Any = SimpleNamespace(close=note("recorded"))
+        self.saves, self.validated, self.module = True, True, "module"  # type: ignore[assignment]
+        self.loss_sum: Any = 0.0
+        self.asked_at, self.start, self.log_start = 10**6, 0.0, 0.0
+
+    @contextmanager
+    def _profiled(self, step: int) -> Iterator[None]:
+        self.happened.append(("profile", step))
+        yield
+        self.happened.append(("end of profile", step))
+
+    def _introduce(self) -> None:
+        self.happened.append("introduced")
+
+    def _bigram_loss(self) -> float | None:
+        return 2.5
+
+    def _step(self, step: int) -> Any:
+        self.happened.append(("step", step))
+        return 1.0
+
+    def _log(self, lr: float) -> tuple[float, bool]:
+        self.happened.append(("log", self.pace.step, lr, self.loss_sum))
+        self.loss_sum = 0.0
+        return 5.0 - self.pace.step, self.pace.step >= self.asked_at
+
+    def _validate(self) -> float:
+        self.happened.append(("validate", self.pace.step))
+        self.validated = True
+        return 0.25 * self.pace.step
+
+    def _save(self, *, is_over: bool) -> None:
+        self.happened.append(("save", self.pace.step, is_over, self.validated))
+
+    def _conclude(self, loss: float | None, bigram: float | None, seconds: float, *, interrupted: bool) -> None:
+        self.happened.append(("end", loss, bigram, interrupted))
+
+
+def of_a_step(step: int, *beside: Any) -> list[Any]:
+    """What happens in the step after ``step`` ones."""
+    return [("profile", step), ("step", step), ("end of profile", step), *beside]
+
+
+def test_what_follows_what_in_a_run():
+    """The last step is logged, validated and saved whatever its number; the rate is that of the step."""
+    happened = list[Any]()
+    result = Loop(Pace(5, None, 0), happened).run()
+    assert happened == [
+        "introduced",
+        *of_a_step(0, ("memory", 1), ("schedule", 1), ("save", 1, False, False)),
+        *of_a_step(1, ("log", 2, 1e-2, 2.0), ("schedule", 2), ("save", 2, False, False)),
+        *of_a_step(2, ("schedule", 3), ("validate", 3), ("save", 3, False, True)),
+        *of_a_step(3, ("log", 4, 1e-4, 2.0), ("schedule", 4), ("save", 4, False, False)),
+        *of_a_step(4, ("log", 5, 1e-5, 1.0), ("schedule", 5), ("validate", 5), ("save", 5, True, True)),
+        *(("profile ends", 5), ("saved", 5), ("recorded", 5), ("end", 1.25, 2.5, False)),
+    ]
+    assert result.losses == (3.0, 1.0, 0.0) and (result.validation_loss, result.bigram_loss) == (1.25, 2.5)
+    assert (result.steps, result.interrupted, result.is_main, result.model) == (5, False, True, "module")
+
+
+def test_what_follows_what_in_a_run_that_is_interrupted_and_goes_on():
+    """The validation that was due and missed comes first; it is not taken again."""
+    happened = list[Any]()
+    first = Loop(Pace(9, None, 5), happened, eval_every=6)
+    first.asked_at = 6
+    assert first.run().interrupted
+    logged = [("memory", 6), ("log", 6, 1e-6, 1.0), ("schedule", 6), ("save", 6, True, False)]
+    ended = [("profile ends", 6), ("saved", 6), ("recorded", 6)]
+    assert happened == ["introduced", *of_a_step(5, *logged), *ended, ("end", None, 2.5, True)]
+    for validated in (False, True):
+        happened.clear()
+        again = Loop(Pace(6, None, 6, 3.0), happened, eval_every=6)
+        again.validated = validated
+        result = again.run()
+        loss = None if validated else 1.5
+        missed = [] if validated else [("validate", 6)]
+        assert happened == ["introduced", *missed, *ended, ("end", loss, 2.5, False)]
+        assert (result.losses, result.steps, result.validation_loss) == ((), 6, loss)
+        assert 3.0 <= result.seconds < 1000.0, "with those of before"
+    happened.clear()
+    no_saves = Loop(Pace(8, None, 7), happened)
+    no_saves.saves = no_saves.validated = False
+    no_saves.run()
+    assert ("memory", 8) not in happened and ("validate", 7) not in happened, "none was due after step 7"
