@@ -38,6 +38,7 @@ class Counting:
 
     def all_to_all_single(self, received: Tensor, parts: Tensor, group: dist.ProcessGroup) -> None:
         self.sent.setdefault(PARTS, []).append(parts.nbytes * (group.size() - 1) // group.size())
+        assert parts.is_contiguous() and received.is_contiguous(), "as NCCL wants them"
         self.module.all_to_all_single(received, parts, group=group)
 
     def all_gather_single(self, x: Tensor, gather_dim: int, group: dist.ProcessGroup) -> Tensor:
