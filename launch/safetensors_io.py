@@ -100,7 +100,7 @@ def _write(target: Path, tensors: Mapping[str, Tensor], tied: Mapping[str, str])
     staging = target.with_name(f"{target.name}.incomplete")
     metadata = {"format": "pt", "maingrad.tied": json.dumps(dict(tied))}
     try:
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, staging, metadata)
+        save_file(dict(tensors), staging, metadata)
         staging.replace(target)
     except (SafetensorError, OSError) as error:
         staging.unlink(missing_ok=True)  # an incomplete file would keep the disk full

@@ -48,7 +48,7 @@ class StepRecorder:
 
     def step_begins(self, step: int) -> None:
         """Call this before the first forward of a step."""
-        if self._timeline is None and step in (self._observed_step, self._timeline_step):
+        if step in (self._observed_step, self._timeline_step):
             self._timeline = self._open.enter_context(self._wrapped.model.record_timeline())
             self._step, self._stepped = step, False
 

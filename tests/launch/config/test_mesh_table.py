@@ -144,6 +144,7 @@ def test_a_model_of_hugging_face_is_not_cut(axis: str):
             r"mesh = '1 x 2 x 2': mesh\.tp \* mesh\.cp \* mesh\.pp = 4 must divide the 6 rank\(s\)",
         ),
         ({"tp": 2, "dp": 2}, 2, r"mesh\.dp = 2: must be 1: 2 rank\(s\), 2 for a sample"),
+        ({"tp": 2, "dp": 1}, 4, r"mesh\.dp = 1: must be 2: 4 rank\(s\), 2 for a sample"),
         ({"cp": 2}, 10, r"num_microbatches \* ranks = 2 \* 5 = 10"),
     ],
 )

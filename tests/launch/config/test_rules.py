@@ -181,6 +181,8 @@ def test_options_are_arguments_of_the_class_they_are_for():
     for _ in range(2):  # the configuration stays as it is
         assert nadam.class_options == {"weight_decay": 0.2, "momentum_decay": 0.1, "betas": (0.9, 0.5)}
     assert nadam.options == {"beta2": 0.5, "momentum_decay": 0.1}
+    own = OptimizerConfig(name=NADAM, weight_decay=0.2, options={"weight_decay": 0.5})
+    assert own.class_options == {"weight_decay": 0.5}, "what is said of the class itself comes last"
     rprop = OptimizerConfig(name="torch.optim.Rprop", weight_decay=0.0)
     assert rprop.class_options == {}
 

@@ -48,6 +48,17 @@ def test_what_a_stage_has(tied: bool):
     assert parts(2, 3) == (["3"], ["embedding"] * tied + ["norm", "head"], tied)
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_stage_begins_with_the_weights_of_the_whole(tied: bool):
+    settings = config(num_layers=3, tie_embeddings=tied)
+    whole, found = build_model(settings, seed=3), set[str]()
+    for index in range(2):
+        for name, param in build_model(settings, seed=3, stage=Stage(index, 2)).named_parameters():
+            assert torch.equal(param, whole.get_parameter(name)), name
+            found.add(name)
+    assert found >= dict(whole.named_parameters()).keys()
+
+
 def test_shapes_and_loss():
     model = build_model(config(), seed=0)
     x, y = tokens(3, 10), tokens(3, 10).flip(0)

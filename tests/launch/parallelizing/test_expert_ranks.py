@@ -5,11 +5,14 @@ import re
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from expert_models import tiny
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
-from maingrad.ddp.collectives.rank_grid import make_grid
+from maingrad.ddp.collectives.rank_grid import WORLD_OF_ONE, make_grid
 from maingrad.launch import parallelize, simulate
 from maingrad.launch.parallelizing.experts import mesh_of, same_place, share_experts
 
@@ -66,3 +69,20 @@ def test_experts_that_were_shared_out_need_not_divide_again() -> None:
         return len(found), [len(module.gate_up_proj) for module in found]
 
     assert simulate(again, 2) == [(2, [3, 3])] * 2
+
+
+def test_parameters_of_a_stacks_own_module_alone_are_experts() -> None:
+    """A layer inside it is on all ranks, and is averaged over all of them."""
+
+    def marked() -> tuple[list[str], list[int]]:
+        mesh = init_device_mesh("cpu", (4,))
+        model = nn.ModuleDict({"experts": nn.Linear(2, 2, bias=False), "other": nn.Linear(2, 2)})
+        experts: Any = model["experts"]
+        experts.weight = nn.Parameter(distribute_tensor(torch.zeros(4, 2, 2), mesh, [Shard(0)]))
+        experts.inside = nn.Linear(2, 2)
+        ((module, same),) = share_experts(model, None, None, {}, fuse=False).items()
+        assert module is experts and same is WORLD_OF_ONE, "no other rank has the same"
+        found = [name for name, param in model.named_parameters() if getattr(param, "allreduce", True) is False]
+        return found, [*experts.weight.to_local().shape]
+
+    assert simulate(marked, 4) == [(["experts.weight"], [1, 2, 2])] * 4

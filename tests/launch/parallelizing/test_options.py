@@ -14,6 +14,7 @@ from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig,
 from maingrad.ddp.torch_grads.muon_groups import MuonGroups
 from maingrad.fsdp import ShardedAdamW
 from maingrad.fsdp.state.sharded_optimizer import ShardedOptimizer
+from maingrad.launch import simulate
 from maingrad.launch.parallelizing import parallelize as module_of_parallelize
 from maingrad.launch.parallelizing.blocks import default_units, recompute
 from maingrad.launch.parallelizing.exchanges import ulysses
@@ -55,6 +56,8 @@ def test_a_block_that_stands_twice_in_a_list_is_one_unit():
     net = Net()
     net.blocks.append(net.blocks[0])
     assert names(net, default_units(net)) == ["blocks.0", "blocks.1"]
+    net.more = nn.ModuleList([net.blocks[1], Block()])
+    assert names(net, default_units(net)) == ["blocks.0", "blocks.1", "more.1"], "nor in two lists"
 
 
 def test_members_without_a_forward_or_parameters_are_no_units():
@@ -395,3 +398,22 @@ def test_a_step_that_cannot_be_captured_stays_eager_and_says_why(form: str):
 def test_a_rank_alone_exchanges_nothing():
     x = torch.rand(1, 2, 3, 4)
     assert ulysses(lambda q, k, v: q + k + v, x, x, x, None).equal(3 * x)
+
+
+def test_groups_over_shards_are_chosen_by_whole_parameters():
+    """By name, shape and dtype of the whole, though this rank has a part of it, or none."""
+    shapes = {name: tuple(param.shape) for name, param in Net().named_parameters()}
+
+    def grouped() -> tuple[dict[str, Any], list[tuple[float, int]]]:
+        seen: dict[str, Any] = {}
+
+        def matrices(name: str, param: Tensor) -> bool:
+            seen[name] = tuple(param.shape)
+            return param.ndim == 2
+
+        model = maingrad.parallelize(Net(), "zero3")
+        groups = [{"params": matrices, "weight_decay": 0.5}]
+        made = maingrad.make_optimizer(model, torch.optim.AdamW, weight_decay=0.0, param_groups=groups)
+        return seen, [(group["weight_decay"], len(group["params"])) for group in made.param_groups]
+
+    assert simulate(grouped, 2) == [(shapes, [(0.5, 2), (0.0, 3)])] * 2

@@ -1,5 +1,6 @@
 """Bytes of one bucket on one rank, worked out by hand: the rows of ``rank_bytes.py``'s table. No ranks."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,13 @@ def test_the_fullest_rank_counts() -> None:
         mixed = PlacedBucket(layout=layout, placements=ZERO1, inner_size=2, states=states)
         assert sorted(mixed.moment_numels) == [0, 1024] and mixed.held_numels == [512, 512]
         assert rank_bytes([mixed]).moments == 4 * 1024, "whichever rank it is"
+    # One rank has 512 elements of w, and the other one 300 of v, whose state is larger: w's remainders count more.
+    specs[1] = dataclasses.replace(specs[1], shape=(300,), atom=300)
+    (layout,) = plan_gradients([dataclasses.replace(specs[0], atom=512), specs[1]], shard_degree=2).buckets
+    of_both: dict[str, Any] = {**FSDP, "compact": BF16, "inner_size": 2, "states": {"w": 1, "v": 2}}
+    beside = PlacedBucket(layout=layout, **of_both)
+    assert sorted(zip(beside.held_numels, beside.moment_numels, strict=True)) == [(300, 600), (512, 512)]
+    assert rank_bytes([beside])[2:] == (2 * 512 + 2 * 512, 2 * 512)
 
 
 @pytest.mark.parametrize("grads", [FP32, BF16])

@@ -38,6 +38,7 @@ class Counting:
 
     def all_to_all_single(self, received: Tensor, parts: Tensor, group: dist.ProcessGroup) -> None:
         self.sent.setdefault(PARTS, []).append(parts.nbytes * (group.size() - 1) // group.size())
+        assert parts.is_contiguous() and received.is_contiguous(), "as NCCL wants them"
         self.module.all_to_all_single(received, parts, group=group)
 
     def all_gather_single(self, x: Tensor, gather_dim: int, group: dist.ProcessGroup) -> Tensor:
@@ -160,6 +161,10 @@ def test_products_gather_again_in_eager_code_that_writes_weight_gradients_alone(
     fused_loss = calls({}, fused_loss=True, fuse_wgrad_accumulation=False)
     assert fused_loss - autograd == 2 * 2, "numbers of the loss are exchanged in backward again"
     assert calls({}, fused_loss=True) - fused_loss == 2 * 4
+    for tokens, chunks in ((2048, 1), (4096, 2), (4608, 3)):
+        large = {"sequence_length": 32, "global_batch_size": 2 * tokens // 32}
+        beside = calls(large, fuse_wgrad_accumulation=False)
+        assert calls(large, fused_loss=True, fuse_wgrad_accumulation=False) - beside == 2 * (4 * chunks - 2)
     assert calls({"compile": True}) - autograd == calls({"recipe": "float8_current"}) - autograd == 2
 
 

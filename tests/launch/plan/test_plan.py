@@ -322,6 +322,11 @@ def test_bytes_on_the_wire():
     across = sent(PLACEMENTS["hsdp_zero1"], inner_size=4, outer_size=2)
     # Scattered between two: half of a shard of 1,024. Gathered between two: half of a shard of 512.
     assert across == (3072, 512, 1536, 256, 0)
+    # Copies on two sets of four ranks: each set reduces a half, packed, of which a rank sends 3/4.
+    assert sent(sharded, inner_size=8, columns=2) == (1536, 0, 2048 * 7 // 8, 0, 2048)
+    in_bf16 = sent(sharded, inner_size=8, columns=2, wire_dtype=torch.bfloat16)
+    assert in_bf16 == (768, 0, 2048 * 7 // 8, 0, 2048 + 2 * 1024)
+    assert sent(sharded, inner_size=2, columns=2, wire_dtype=torch.bfloat16) == (0, 0, 1024, 0, 0)
     frozen = sent(sharded, inner_size=4, outer_size=2, trainable=False)
     assert frozen == (0, 0, 1536, 0, 0)
 

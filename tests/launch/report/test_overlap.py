@@ -211,6 +211,7 @@ def test_the_picture_has_one_axis_of_time(tmp_path: Path) -> None:
     image = matplotlib.image.imread(save(figure, tmp_path / "overlap.png"))
     assert image.shape[1] > 1200
     assert len({tuple(pixel) for row in image[::10, ::10] for pixel in row}) > 10, "an empty picture"
+    assert "<svg" in save(figure, tmp_path / "overlap.svg").read_text(), "as its name says"
 
 
 def test_bars_lie_where_the_spans_do() -> None:

@@ -89,6 +89,8 @@ def test_figures_without_their_records(tmp_path: Path) -> None:
     assert found["loss"] == "no number" and found["seconds"] == 7.0 and found["steps"] == 2
     assert {key for key, value in found.items() if value is not None} == {"loss", "seconds", "steps"}
     assert run_of(tmp_path, {"kind": "interrupted"}).last_step == 0
+    after_a_gap = run_of(tmp_path, step(1, loss=None, tokens_per_second=0.0), step(2, loss=2.5, tokens_per_second=3.0))
+    assert (after_a_gap.numbers["loss"], after_a_gap.numbers["tokens_per_second"]) == (2.5, 1.5)
 
 
 def test_a_gather_that_sent_nothing_is_no_row(tmp_path: Path) -> None:
@@ -245,6 +247,8 @@ def test_unsound_spans_are_taken_out(tmp_path: Path) -> None:
     run = run_of(tmp_path, step(1), timeline)
     assert run.timeline is not None and run.timeline["buckets"] == [bucket]
     assert run.timeline["waits"] == run.timeline["gathers"] == []
+    assert not [note for note in run_of(tmp_path, TIMELINE | {"phases": None}).notes if "phases" in note]
+    assert run_of(tmp_path, step(1), TIMELINE | {"step": "two"}).timeline is None, "of no step that is known"
     notes = [note for note in run.notes if "timeline" in note]
     assert all(note.startswith(f"'{tmp_path / 'metrics.jsonl'}', line 2: ") for note in notes)
     assert [note.split(": ", 1)[1] for note in notes] == [

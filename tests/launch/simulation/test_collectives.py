@@ -118,7 +118,10 @@ def test_gathers(world_size: int):
         dist.gather(mine, at_root, dst=root)
         assert at_root is None or torch.equal(torch.stack(at_root), everyone)
         if hasattr(dist, "gather_single"):
-            dist.gather_single(mine, torch.empty(world_size, 2, 3) if rank == 0 else None)
+            for to in {0, root}:
+                whole = torch.empty(world_size, 2, 3) if rank == to else None
+                dist.gather_single(mine, whole, dst=to)
+                assert whole is None or torch.equal(whole, everyone)
         return places
 
     on_ranks(world_size, run)

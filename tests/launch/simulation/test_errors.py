@@ -11,7 +11,12 @@ import torch
 import torch.distributed as dist
 
 from maingrad.launch import simulate
-from maingrad.launch.simulation.simulate import CollectiveMismatchError, SimulatedDeadlockError, SimulatedRankError
+from maingrad.launch.simulation.simulate import (
+    CollectiveMismatchError,
+    SimulatedDeadlockError,
+    SimulatedRankError,
+    frames_outside,
+)
 
 lowest_first: Callable[[tuple[int, ...]], int] = min
 
@@ -125,13 +130,37 @@ def test_deadlock_says_who_waits_for_what():
         gc.enable()
     lines = str(caught.value).splitlines()
     assert lines[0] == "simulated ranks are deadlocked: no rank can go on"
-    for rank, waits_for in (
-        (0, "barrier, sequence 1 of group 'default' (ranks 0, 1, 2); missing ranks: 1"),
-        (1, "all_reduce SUM float32[3], sequence 0 of group '0' (ranks 0, 1); missing ranks: 0"),
-        (2, "barrier, sequence 1 of group 'default' (ranks 0, 1, 2); missing ranks: 1"),
+    first = fn.__code__.co_firstlineno
+    for rank, waits_for, line in (
+        (0, "barrier, sequence 1 of group 'default' (ranks 0, 1, 2); missing ranks: 1", first + 6),
+        (1, "all_reduce SUM float32[3], sequence 0 of group '0' (ranks 0, 1); missing ranks: 0", first + 4),
+        (2, "barrier, sequence 1 of group 'default' (ranks 0, 1, 2); missing ranks: 1", first + 6),
     ):
-        assert lines[1 + rank].startswith(f"  rank {rank} waits for {waits_for}; at {__file__}:")
-        assert lines[1 + rank].endswith(" in fn")
+        assert lines[1 + rank] == f"  rank {rank} waits for {waits_for}; at {__file__}:{line} in fn"
+
+
+def test_any_rank_may_end_a_wait_for_a_message_from_anyone() -> None:
+    with pytest.raises(SimulatedDeadlockError) as caught:
+        simulate(lambda: dist.group.WORLD.recv_anysource([torch.ones(1)], 3).wait(), 2)
+    assert str(caught.value).count("; missing ranks: any; at ") == 2
+
+
+def test_the_frames_of_an_error_from_a_programs_own_on() -> None:
+    """Some libraries call the program, and the program calls them."""
+
+    def fail() -> None:
+        raise ValueError("within")
+
+    call: Any = fail
+    for module in ("torch.c", "program", "torch.b", "maingrad.a"):
+        space: dict[str, Any] = {"__name__": module, "call": call}
+        exec("def run():\n    call()", space)
+        call = space["run"]
+    with pytest.raises(ValueError, match="within") as caught:
+        call()
+    found = frames_outside(caught.value, __name__, "maingrad.", "torch.")
+    assert found is not None and found.tb_frame.f_globals["__name__"] == "program"
+    assert frames_outside(caught.value, "") is None and frames_outside(caught.value) is caught.value.__traceback__
 
 
 def test_a_group_of_some_ranks_waits_for_its_own() -> None:
@@ -183,6 +212,8 @@ def test_roots_are_named_by_their_numbers_among_all_ranks() -> None:
 def test_rows_that_do_not_divide_need_splits() -> None:
     with pytest.raises(SimulatedRankError, match="all_to_all_single: 3 rows do not divide among 2 ranks; give splits"):
         simulate(lambda: dist.group.WORLD.all_to_all_single(torch.ones(3), torch.ones(3), [], []), 2)
+    with pytest.raises(SimulatedRankError, match="all_to_all_single: 3 rows do not divide among 2 ranks"):
+        simulate(lambda: dist.group.WORLD.all_to_all_single(torch.ones(3, 2), torch.ones(3, 2), [], []), 2)
 
 
 @pytest.mark.parametrize("starts", [[1, 1, 0], [0, 1, 1]])

@@ -1,5 +1,7 @@
 """What a run says, records, validates and saves, and after which step."""
 
+import json
+import math
 import threading
 import time
 from contextlib import nullcontext
@@ -181,6 +183,22 @@ def test_a_failure_of_the_loops_own_sums_would_be_reported(tmp_path: Path, monke
     assert [what for what in watched if "losses" in what] == ["the sum of losses", "the sum of validation losses"] * 2
 
 
+def test_a_record_is_the_mean_of_its_steps(tmp_path: Path):
+    """Its learning rate and its norm are those of the last one."""
+    experts = {"num_experts": 2, "top_k": 1, "expert_ffn_dim": 8}
+    found = {}
+    for every in (1, 3):
+        settings = {"steps": 6, "log_every": every, "num_microbatches": 2, "eval_every": 100}
+        train(config_of(tmp_path, model=experts, train=settings))
+        found[every] = records(tmp_path, "step")
+    assert [record["step"] for record in found[3]] == [3, 6]
+    for record, steps in zip(found[3], (found[1][:3], found[1][3:]), strict=True):
+        for name in ("loss", "load_balancing_loss", "router_z_loss", "max_expert_load"):
+            assert record[name] == pytest.approx(sum(each[name] for each in steps) / 3)
+            assert record[name] != steps[-1][name]
+        assert (record["lr"], record["grad_norm"]) == (steps[-1]["lr"], steps[-1]["grad_norm"])
+
+
 class ByRank:
     """Clocks that go faster on later ranks: a second for each question on the first."""
 
@@ -196,11 +214,12 @@ class ByRank:
 def test_ranks_whose_clocks_differ_end_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """And have one learning rate: a run is as far as the mean of their clocks says."""
     monkeypatch.setattr(loop, "time", ByRank())
-    settings = {"steps": 10**6, "max_seconds": 30.0, "eval_every": 10**6}
+    settings = {"steps": 10**6, "max_seconds": 30.0, "eval_every": 10**6, "save_every": 10**6}
     first, second = simulate(train, 2, config_of(tmp_path, train=settings))
     assert first.steps == second.steps < 30
     times = [record["elapsed"] for record in records(tmp_path, "step")]
     assert times[-1] >= 30.0 > times[-2]
+    assert [record["step"] for record in records(tmp_path, "checkpoint")] == [first.steps], "at the end of its time"
 
 
 def test_a_record_is_in_the_file_at_once(tmp_path: Path):
@@ -210,6 +229,26 @@ def test_a_record_is_in_the_file_at_once(tmp_path: Path):
         writer.write("step", step=step)
         assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2][:step]
     writer.close()
+
+
+def test_records_stay_up_to_where_a_run_goes_on_but_for_how_it_ended(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    written = [("observed", 0), ("step", 3), ("interrupted", 3), ("validation", 4), ("step", 4), ("final", 4)]
+    for resumed_at, stays in (
+        (4, ["observed", "step", "validation", "step"]),
+        (3, ["observed", "step"]),
+        (0, ["observed"]),
+        (None, []),
+    ):
+        path.write_text("".join(json.dumps({"kind": kind, "step": step}) + "\n" for kind, step in written))
+        writer = MetricsWriter(path)
+        writer.resumed_at = resumed_at
+        for value in (math.nan, math.inf, 0.5):
+            writer.write("new", step=9, value=value)
+        writer.close()
+        *kept, nan, infinity, number = read_metrics(path)
+        assert [record["kind"] for record in kept] == stays
+        assert [each["value"] for each in (nan, infinity, number)] == [None, None, 0.5]
 
 
 @pytest.mark.in_turn
@@ -290,6 +329,13 @@ def test_the_demonstration_is_compared_with_the_bigram_model(tmp_path: Path):
         config = config_of(tmp_path, data=data | other, train={"steps": 1}, optimizer={"warmup_steps": 0})
         assert train(config, display=Heard()).bigram_loss is None  # type: ignore[arg-type]
         assert "nats_below_bigram" not in records(tmp_path, "final")[0]
+    config = config_of(
+        tmp_path, data=data, train={"steps": 1, "save_every": 1, "resume": "auto"}, optimizer={"warmup_steps": 0}
+    )
+    assert train(config, display=Heard()).validation_loss is not None  # type: ignore[arg-type]
+    nothing_left = train(config, display=Heard())  # type: ignore[arg-type]
+    assert (nothing_left.validation_loss, nothing_left.bigram_loss) == (None, result.bigram_loss)
+    assert records(tmp_path, "final")[0]["bigram_loss"] == result.bigram_loss
     of_another_rank: Any = SimpleNamespace(
         runtime=SimpleNamespace(is_main=False), config=config_of(tmp_path, data=data)
     )

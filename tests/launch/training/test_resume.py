@@ -244,6 +244,10 @@ def test_auto_takes_the_newest_complete_one(tmp_path: Path):
     (tmp_path / "run" / "checkpoints" / "step-00000010").rename(tmp_path / "run" / "checkpoints" / "step-00000011")
     shutil.copytree(tmp_path / "run/checkpoints/step-00000002", tmp_path / "run/checkpoints/step-best")  # the user's
     assert where_to_resume(config) == tmp_path / "run" / "checkpoints" / "step-00000011"
+    for name in ("step-99999999", "step-100000000"):  # by their numbers, not their names
+        (tmp_path / "run" / "checkpoints" / name).mkdir()
+        (tmp_path / "run" / "checkpoints" / name / "maingrad.json").touch()
+    assert where_to_resume(config) == tmp_path / "run" / "checkpoints" / "step-100000000"
 
 
 @pytest.mark.in_turn

@@ -16,6 +16,7 @@ from maingrad.launch import simulate
 from maingrad.launch.config.run import Config, ConfigError
 from maingrad.launch.training.metrics import read_metrics
 from maingrad.launch.training.train import train
+from maingrad.launch.training.wrapping import _digest
 
 Run = tuple[tuple[float, ...], dict[str, torch.Tensor]]
 
@@ -218,6 +219,13 @@ def test_same_weights_same_digest(tmp_path: Path):
         digests += [records(config, "final")[0]["weights_sha256"]]
     assert digests[0] == digests[1]
     assert len(digests[0]) == 64
+
+
+def test_a_digest_is_of_a_name_and_of_values_however_they_lie():
+    values = torch.arange(6.0).view(2, 3)
+    assert _digest("w", values.t()) == _digest("w", values.t().contiguous())
+    others = (("w", values), ("v", values), ("w", values.t()), ("w", values.double()), ("w", values.bfloat16()))
+    assert len({_digest(name, each) for name, each in others}) == len(others)
 
 
 def test_what_cannot_be_is_refused(tmp_path: Path):

@@ -91,6 +91,7 @@ def test_what_weights_and_biases_is_given(tmp_path: Path, monkeypatch: pytest.Mo
         (tracker,) = trackers_of(config, resumed_at)
         tracker.add("step", {"step": 5, "loss": 2.0, "skipped": True, "what": "text"})
         tracker.add("note", {"step": 5, "loss": 2.0})
+        tracker.add("final", {"step": 6, "validation_loss": None, "weights_sha256": "of all"})
         tracker.add("final", {"step": 6, "peak_memory_bytes": 4321, "validation_loss": None})
         tracker.close()
         (_, settings), *rest = calls
