@@ -83,15 +83,16 @@ class StepOptions:
         Raises ``RuntimeError`` where the block has changed a learning rate.
         """
         groups = list(self._optimizer.param_groups)
+        rates = self._rates[: len(groups)]
         before = [dict(group) for group in groups]
-        for group, rate in zip(groups, self._rates, strict=True):
+        for group, rate in zip(groups, rates, strict=True):
             group["lr"] = rate
             if "capturable" in group:
                 group["capturable"] = True
-        versions = [rate._version for rate in self._rates]
+        versions = [rate._version for rate in rates]
         try:
             yield
-            for group, rate, version in zip(groups, self._rates, versions, strict=True):
+            for group, rate, version in zip(groups, rates, versions, strict=True):
                 if group["lr"] is not rate or rate._version != version:
                     raise RuntimeError(
                         "the captured function has changed a learning rate, which replays would not: call "

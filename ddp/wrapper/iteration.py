@@ -104,6 +104,7 @@ class BucketIteration(AroundModule):
 
     def _start(self, caller: str) -> None:
         self.check_in_use(caller)
+        self.check_not_in_torch_ddp()
         self._watch.check_sync()
         check_nothing_pending(self.records, caller)
         self._launched = True  # before the next check may raise: zero_grad_buffer must clear gradients then too
@@ -292,7 +293,7 @@ class BucketIteration(AroundModule):
         self.begin_if_cleared()
         divided = self._finished and self._num_tokens is not None
         joined = self._finished and self.shared_embedding is not None
-        late = self.shown.is_filled or any(record.pending for record in self.records)
+        late = self.shown.is_filled or any(record.pending or record.exposed for record in self.records)
         if not self.shown.active or divided or joined or late:
             return
         self._launcher.launch_rest()

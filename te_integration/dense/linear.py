@@ -433,13 +433,14 @@ class _FusedLinear(torch.autograd.Function):
     def forward(ctx: Any, input: Tensor, use: ProductUse, dtype: torch.dtype, *weights_and_bias: Any) -> Tensor:
         *weights, bias = weights_and_bias
         x = cast(input, dtype)
+        needs_dw = True in ctx.needs_input_grad[3:-1]
         # Step 2.3 of docs/by_hand.py: what the two products of backward need is saved. Weights are left out where no
         # dx is wanted: they may then change in place before backward.
-        ctx.save_for_backward(input, *(weights if ctx.needs_input_grad[0] else ()))
+        ctx.save_for_backward(input if needs_dw else None, *(weights if ctx.needs_input_grad[0] else ()))
         ctx.use = use
         # A forward inside a backward is a reentrant recompute; its nested backward counts as part of the outer one.
         ctx.outer_backward = current_backward()
-        ctx.weight_dtype = weights[0].dtype
+        ctx.input_dtype, ctx.weight_dtype = input.dtype, weights[0].dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         if use.only_save:
             return x.new_empty(0)
@@ -453,11 +454,15 @@ class _FusedLinear(torch.autograd.Function):
         needs_dx, _, _, *needs_dw, needs_db = ctx.needs_input_grad
         # Steps 3.1 and 3.2: who asks for each weight's gradient, and where it goes.
         wanted, places = wanted_and_places(ctx, needs_dw)
-        # Step 3.3: the gradients of input and bias. Autograd casts dx to the dtype of the input.
-        dx = input_grad(dy, weights, transposed=use.transposed) if needs_dx else None
+        # Step 3.3: the gradients of input and bias.
+        dx = None
+        if needs_dx:
+            dx = cast(input_grad(dy, weights, transposed=use.transposed), ctx.input_dtype)
         dy_rows = rows_of(dy)
         db = dy_rows.sum(0, dtype=ctx.bias_dtype) if needs_db else None
         # Step 3.4 of docs/by_hand.py, and 3.5: the weight gradients, into main_grad or to autograd.
+        if x is None:
+            return (dx, None, None, *[None] * len(needs_dw), db)
         x_rows = cast(rows_of(x), dy.dtype)
         operands = (x_rows, dy_rows) if use.transposed else (dy_rows, x_rows)
         return (dx, None, None, *weight_grads(ctx, wanted, places, operands), db)

@@ -223,7 +223,7 @@ class _QuantizedLinear(torch.autograd.Function):
         ctx.x_kind = None if columns is None else (columns.spec, columns.columns)
         ctx.save_for_backward(*weights, *(() if columns is None else columns.tensors))
         ctx.use, ctx.recipe, ctx.dtype = use, recipe, dtype
-        ctx.input_shape, ctx.weight_dtype = input.shape, weights[0].dtype
+        ctx.input_shape, ctx.input_dtype, ctx.weight_dtype = input.shape, input.dtype, weights[0].dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         # A forward inside a backward is a reentrant recompute; its nested backward counts as part of the outer one.
         ctx.outer_backward = current_backward()
@@ -250,7 +250,7 @@ class _QuantizedLinear(torch.autograd.Function):
         needs_copy = ctx.x_kind is not None
         dx, of_grad = backward_products(recipe, dy, weights, needs_dx, needs_copy, transposed=use.transposed)
         if dx is not None:
-            dx = dx.view(ctx.input_shape)  # autograd casts it to the dtype of the input
+            dx = cast(dx.view(ctx.input_shape), ctx.input_dtype)
         dws: list[Tensor | None] = [None] * len(weights)
         if of_grad is not None:
             x = restored(saved[len(weights) :], *ctx.x_kind)

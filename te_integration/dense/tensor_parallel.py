@@ -126,12 +126,13 @@ class _Columns(torch.autograd.Function):
     ) -> Any:
         *weights, bias = weights_and_bias
         x = cast(input, dtype)
-        ctx.save_for_backward(input, *(weights if ctx.needs_input_grad[0] else ()))
+        needs_dw = True in ctx.needs_input_grad[6:-1]
+        ctx.save_for_backward(input if needs_dw else None, *(weights if ctx.needs_input_grad[0] else ()))
         ctx.use, ctx.ranks, ctx.waiting = use, ranks, waiting
         ctx.outer_backward = current_backward()
         ctx.input_dtype, ctx.weight_dtype = input.dtype, weights[0].dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
-        y = linear_product(ranks.finish_gather(ranks.start_gather(x)), weights, bias, transposed=False)
+        y = linear_product(ranks.finish_gather(ranks.start_gather(x)), weights, bias, transposed=use.transposed)
         return (y, input.view_as(input)) if shares else y
 
     @staticmethod
@@ -143,17 +144,20 @@ class _Columns(torch.autograd.Function):
         _refuse_second_derivatives(use.owner)
         needs_dx, _, _, _, _, _, *needs_dw, needs_db = ctx.needs_input_grad
         wanted, places = wanted_and_places(ctx, needs_dw)
-        gathering = ranks.start_gather(cast(x, dy.dtype))
+        gathering = None if x is None else ranks.start_gather(cast(x, dy.dtype))
         dx = None
         if needs_dx:
-            dx = cast(input_grad(dy, weights, transposed=False), ctx.input_dtype)
+            dx = cast(input_grad(dy, weights, transposed=use.transposed), ctx.input_dtype)
             for each in of_others:
                 dx += each
             dx = ranks.start_sum(dx, in_place=True)
             fill_wait(ctx.waiting)
         dy_rows = rows_of(dy)
         db = dy_rows.sum(0, dtype=ctx.bias_dtype) if needs_db else None
-        results = weight_grads(ctx, wanted, places, (dy_rows, rows_of(ranks.finish_gather(gathering))))
+        results: list[Tensor | None] = [None] * len(needs_dw)
+        if gathering is not None:
+            x_rows = rows_of(ranks.finish_gather(gathering))
+            results = weight_grads(ctx, wanted, places, (x_rows, dy_rows) if use.transposed else (dy_rows, x_rows))
         if dx is not None:
             dx = ranks.finish_sum(dx)
         return (dx, None, None, None, None, None, *results, db)

@@ -160,7 +160,7 @@ class _FusedGroupedLinear(torch.autograd.Function):
         ctx.use, ctx.call = use, call
         # A forward inside a backward is a reentrant recompute; its nested backward counts as part of the outer one.
         ctx.outer_backward = current_backward()
-        ctx.weight_dtype = weights[0].dtype
+        ctx.input_dtype, ctx.weight_dtype = input.dtype, weights[0].dtype
         ctx.bias_dtype = biases[0].dtype if biases else None
         ctx.scale_dtype = None if scale is None else scale.dtype
         bias = per_expert(biases, call.packed_bias, call.dtype) if biases else None
@@ -195,10 +195,10 @@ class _FusedGroupedLinear(torch.autograd.Function):
         weights, others = (others[:count], others[count:]) if needs_dx else ((), others)
         num_biases = len(needs) - count - 1 if needs[-1] else 0
         biases, of_input = others[:num_biases], others[num_biases:]
-        # Step 3.3: the gradient of the input, whose dtype autograd casts it to. Those of the biases come last.
+        # Step 3.3: the gradient of the input. Those of the biases come last.
         dx, left, right = call.products.gradients(ctx, dy, weights, of_input)
-        if dx is not None and call.grad_input is not None:
-            dx = _written(dx)
+        if dx is not None:
+            dx = cast(dx, ctx.input_dtype) if call.grad_input is None else _written(dx)
         dws: list[Tensor | None] = [None] * count
         if of_input:
             if use.transposed:

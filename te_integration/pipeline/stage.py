@@ -84,7 +84,7 @@ class PipelineStage(pipelining.PipelineStage):
         self._microbatch = -1  # index of the running or latest backward
         self._num_backwards = 0  # in this step
         self._begun_in: list[int] | None = None
-        """The iteration of each wrapper at the step's latest backward; None after the last backward."""
+        """The iteration of each wrapper at the step's first backward; None after the last backward."""
 
     def _find_parts(self) -> None:
         """Find the wrappers that reduce gradients of this stage. They may serve other stages of this rank too."""
@@ -145,7 +145,8 @@ class PipelineStage(pipelining.PipelineStage):
         too late for gradients that are complete in B.
         """
         final = self._launches_early and self._num_backwards + 1 == self.chunks
-        self._begun_in = [parts.iteration for parts in self._parts]
+        if self._begun_in is None:
+            self._begun_in = [parts.iteration for parts in self._parts]
         loss = bwd_kwargs["stage_output"]
         if self.is_last and self.average_microbatches and isinstance(loss, torch.Tensor):
             if loss.numel() != 1:  # torch.autograd would demand an initial gradient

@@ -68,7 +68,7 @@ def functions_in(value: Any) -> Iterator[types.FunctionType]:
     a library's decorator has wrapped."""
     if isinstance(value, types.FunctionType):
         yield value
-    parts = (getattr(value, name, None) for name in ("fget", "fset", "func", "__wrapped__"))
+    parts = (getattr(value, name, None) for name in ("fget", "fset", "func", "__func__", "__wrapped__"))
     for part in parts if not isinstance(value, type) else ():
         if part is not None:
             yield from functions_in(part)

@@ -21,9 +21,9 @@ FAULTS = [
             Change(
                 LAYERS,
                 "_Columns.backward",
-                "gathering = ranks.start_gather(cast(x, dy.dtype))",
+                "gathering = None if x is None else ranks.start_gather(cast(x, dy.dtype))",
                 """
-                gathering = ranks.start_gather(cast(x, dy.dtype))
+                gathering = None if x is None else ranks.start_gather(cast(x, dy.dtype))
                 _Columns.__dict__.get("kept") or setattr(_Columns, "kept", {})
                 gathering = _Columns.kept.setdefault((use.owner, ranks.rank), gathering)
                 """,
