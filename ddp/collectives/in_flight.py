@@ -2,7 +2,7 @@
 
 import atexit
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ from .rank_grid import group_rank, group_size
 __all__ = [
     "InFlight",
     "all_gather_shards",
+    "finished",
     "in_stages",
 ]
 
@@ -39,6 +40,18 @@ def in_stages(stages: Iterator[Any], tensors: tuple[Tensor, ...]) -> InFlight:
     """
     first = next(stages, _OVER)
     return InFlight(None if first is _OVER else _Stages(first, stages), tensors)
+
+
+def finished(stages: Generator[Any, None, Tensor]) -> Tensor:
+    """What a chain of collectives returns: start one after the other, and wait for each on the host or stream."""
+    while True:
+        try:
+            work = next(stages)
+        except StopIteration as end:
+            result: Tensor = end.value
+            return result
+        if work is not None:
+            work.wait()
 
 
 _OVER = object()

@@ -351,7 +351,7 @@ class GradRounds:
         try:
             self.steps.start()
             self.steps.next_iteration()
-            self._finish_reductions()  # before the host waits: without streams some collectives begin in the wait
+            self._finish_reductions()  # before the host waits for the comparison
             self.steps.finish()
         except RuntimeError as error:
             if not isinstance(error, CollectiveError):
@@ -449,7 +449,7 @@ class GradRounds:
             self.finish_reduction(other)
 
     def _finish_reductions(self) -> None:
-        """Wait for all reductions, in one order on all ranks: without streams the second collective begins here."""
+        """Wait for all reductions."""
         for bucket in self._buckets:
             self.finish_reduction(bucket)
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...ddp.collectives.in_flight import InFlight, in_stages
+from ...ddp.collectives.in_flight import InFlight, finished, in_stages
 from ...ddp.collectives.reduction import GradReduction
 from ...ddp.torch_grads.sharded_grad import (
     PlaceholderGrad,
@@ -228,7 +228,11 @@ class GradShard:
             start, end = self._reduction.range_inside(grads.numel())
             self._partial = grads.new_empty(end - start)
         if inside:
-            mine = yield from self._reduction.inside(grads)
+            summing = self._reduction.inside(grads)
+            # Without streams a collective that follows another would begin where this rank waits for the bucket, which
+            # depends on what the rank has written: the one across instances begins in the launch, as on all ranks.
+            begins_now = across and self._device.type != "cuda"
+            mine = finished(summing) if begins_now else (yield from summing)
             _accumulate(self._partial, mine, adds_to_partial)
         elif not adds_to_partial:
             self._partial.zero_()  # this rank has discarded its part; other ranks' parts are summed all the same

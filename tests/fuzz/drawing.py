@@ -282,7 +282,7 @@ def _block(dice: Dice) -> Block:
         rms=dice.chance(0.3),
         gated=dice.chance(0.4),
         hidden=dice.one_of({3: 1, 4: 1, 6: 1}),
-        frozen=dice.one_of({"no": 9, "first": 0.6, "weights": 0.8, "all": 0.6}),
+        frozen=dice.one_of({"no": 7, "one way": 2, "first": 0.6, "weights": 0.8, "all": 0.6}),
         recompute=dice.one_of({"no": 8, "reentrant": 1, "non-reentrant": 1}),
         single=dice.chance(0.05),
         penalty=dice.chance(0.1),

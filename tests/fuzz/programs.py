@@ -31,7 +31,7 @@ class Block:
     gated: bool = False
     hidden: int = 4
     frozen: str = "no"
-    """Or the "first" weight, "weights", or "all"."""
+    """Or the "first" weight, "weights", or "all"; of a branch "one way": some ranks may train nothing of it."""
     recompute: str = "no"
     """Of the layer: "reentrant" or "non-reentrant"."""
     single: bool = False

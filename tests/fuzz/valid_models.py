@@ -51,6 +51,8 @@ def _block(block: Block, dtype: str) -> Block:
         block = replace(block, rms=False)
     if kind != "norm mlp":
         block = replace(block, gated=False)
+    if kind != "branch" and block.frozen == "one way":
+        block = replace(block, frozen="no")
     if kind == "lookup" and block.frozen != "no":  # its output may require no gradient
         block = replace(block, recompute=_not_nested(block.recompute))
     if kind == "experts":

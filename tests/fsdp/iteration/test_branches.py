@@ -55,6 +55,15 @@ def one_backward(model: nn.Module, batches: Any) -> None:
 @pytest.mark.parametrize("kind", ["zero3", "zero2", "zero1", "hsdp", "zero3, once"])
 @pytest.mark.sampled(2)
 def test_a_branch_to_what_is_frozen_on_some_ranks(kind: str, order: tuple[int, ...]) -> None:
+    check_branches(kind, order)
+
+
+def test_ranks_that_write_nothing_of_a_unit_begin_its_collectives_in_the_order_of_the_others() -> None:
+    """Where a rank waits for a reduction depends on what it has written, and which collective begins does not."""
+    check_branches("hsdp", (2, 0))
+
+
+def check_branches(kind: str, order: tuple[int, ...]) -> None:
     def on_each_rank() -> None:
         rank, size = dist.get_rank(), dist.get_world_size()
         model, twin = Net(order), Net(order)
