@@ -324,8 +324,8 @@ def test_pending_gradients_are_computed_in_bucket_order_and_each_once() -> None:
 
 def test_a_queue_that_was_let_go_is_named() -> None:
     queue = WgradQueue()
-    assert live_queue(weakref.ref(queue), "layer") is queue
     reference = weakref.ref(queue)
+    assert live_queue(reference, "layer") is queue
     del queue
     with pytest.raises(RuntimeError, match=r"layer: the WgradQueue .* was let go before backward"):
         live_queue(reference, "layer")

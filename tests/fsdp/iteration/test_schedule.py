@@ -508,6 +508,31 @@ def test_backward_passes_a_unit_by_any_of_its_inputs(how: str) -> None:
     assert simulate(on_each_rank, 2) == [[[0], [0, 1], [1, 2]]] * 2
 
 
+def test_nothing_is_gathered_ahead_of_a_unit_that_comes_in_another_place() -> None:
+    """The first unit foretells the second, as in the forward before. Then the fourth comes, and foretells nothing."""
+
+    class InOrder(nn.Sequential):
+        order = (0, 1, 2, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for index in self.order:
+                x = self[index](x)
+            return x
+
+    def on_each_rank() -> list[list[int]]:
+        model: Any = InOrder(*[Notes(8, 8) for _ in range(4)])
+        for layer in model:
+            fully_shard(layer)
+            layer.look = lambda: [index for index, unit in enumerate(model.units[1:]) if unit.gathered]
+        fully_shard(model)
+        for model.order in ((0, 1, 2, 3), (0, 1, 2, 3), (0, 3, 1, 2)):
+            with torch.no_grad():
+                model(torch.ones(2, 8))
+        return [model[index].in_forward for index in model.order]
+
+    assert simulate(on_each_rank, 2) == [[[0, 1], [1, 3], [1], [2]]] * 2
+
+
 def test_units_inside_units_are_gathered_ahead() -> None:
     """Backward is in the units around, and these are gathered: the next one is inside them."""
 

@@ -266,6 +266,7 @@ def test_refuses_impossible_values(document: dict[str, Any], message: str):
         {"model": {"vocab_size": 100}, "data": {"source": "tokens", "paths": ["a"]}},
         {"model": {"param_dtype": "bfloat16"}, "train": {"recipe": "float8_delayed", "recompute": "attention"}},
         {"optimizer": {"name": "sgd", "state": "compact"}},
+        {"optimizer": {"state": "compact", "options": {"amsgrad": False}}},
         {"parallel": "fsdp", "optimizer": {"name": "torch.optim.Adam", "state": "compact"}},
         {"parallel": "fsdp", "fsdp": {"offload_to_cpu": True, "num_instances": 1}},
         {"parallel": "fsdp", "train": {"cuda_graph": True, "recompute": "blocks", "recompute_every": 2}},
