@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from foreign import DELAYED_FORMS, ForeignDelayedLinear, ForeignProvider
+from foreign import DELAYED_FORMS, ForeignDelayedLinear, ForeignProvider, LazyForeignProvider
 from loops import has_no_own_grad
 from torch import nn
 
@@ -95,16 +95,17 @@ def test_5_their_second_use_in_a_forward_is_refused_when_it_is_computed(form: st
         model[1].layer.backward_dw()
 
 
-def test_weights_of_a_foreign_provider_are_not_delayed_by_a_block() -> None:
+@pytest.mark.parametrize("provider", [ForeignProvider, LazyForeignProvider])
+def test_weights_of_a_foreign_provider_are_not_delayed_by_a_block(provider: type[ForeignProvider]) -> None:
     """It has asked at its wrap what is delayed, and would reduce them in backward."""
     layer, queue = Linear(4, 4, bias=False, fuse_wgrad_accumulation=True), WgradQueue()
-    ForeignProvider(layer)
+    provider(layer)
     with delayed_wgrad(queue), pytest.raises(RuntimeError, match="over a weight whose main_grad a foreign provider"):
         layer(torch.ones(1, 4))
     assert len(queue) == 0
     layer(torch.ones(1, 4)).sum().backward()
     experts = GroupedLinear(2, 4, 4, bias=False, fuse_wgrad_accumulation=True)
-    experts.weight1.main_grad = torch.zeros(4, 4)  # of some experts alone
+    provider(nn.ParameterList([experts.weight1]))  # of some experts alone
     with delayed_wgrad(queue), pytest.raises(RuntimeError, match="over a weight whose main_grad a foreign provider"):
         experts(torch.ones(2, 4), torch.tensor([1, 1]))
 

@@ -309,6 +309,22 @@ def test_products_in_the_interpreter(name: str) -> None:
     torch.testing.assert_close(found, expected, **NEAR)
 
 
+@pytest.mark.usefixtures("in_the_interpreter")
+@pytest.mark.parametrize("shape", [(20, 140), (140, 20)])
+def test_scales_of_blocks_of_experts_that_are_not_square(shape: tuple[int, int]) -> None:
+    """An expert has one block of rows and two of columns, or two and one. Each block has a scale of its own."""
+    draws, offsets = torch.Generator().manual_seed(0), torch.tensor([0, 1, 3])
+    rows, _ = quantize_grouped_triton(torch.randn(3, shape[1], generator=draws), SPECS["block"], None, offsets)
+    weights = torch.randn(2, *shape, generator=draws) * torch.tensor([1.0, 100.0])[:, None, None]
+    weights[:, 128:], weights[:, :, 128:] = 10 * weights[:, 128:], 10 * weights[:, :, 128:]
+    packed, _ = quantize_experts_triton(weights, SPECS["block, weights"], None)
+    assert rows is not None and packed is not None
+    first, second = (dequantize(each) for each in packed.unbind())
+    terms = dequantize_grouped(rows)
+    expected = torch.cat([terms[:1] @ first.t(), terms[1:] @ second.t()])
+    torch.testing.assert_close(scaled_grouped_product(rows, packed, torch.float32), expected, **NEAR)
+
+
 @pytest.mark.in_turn
 @pytest.mark.usefixtures("in_the_interpreter")
 @pytest.mark.parametrize("name", ["current", "block"])

@@ -137,6 +137,21 @@ def test_a_forward_whose_graph_is_gone_is_taken_back() -> None:
             assert torch.equal(one.grad, other.grad)
 
 
+@pytest.mark.parametrize("together", [False, True])
+def test_two_forwards_whose_graphs_are_gone_are_taken_back(together: bool) -> None:
+    """The first graph is gone before the second forward, or both go together."""
+    model, expected = pair()
+    losses = [model(*batch(1))]
+    if not together:
+        losses.clear()
+    losses.append(model(*batch(2)))
+    losses.clear()
+    model(*batch(0)).backward()
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        assert torch.equal(parameter.grad, gradient)
+    check(model, expected)
+
+
 def test_a_forward_whose_graph_is_gone_behind_an_iteration_that_was_not_cleared() -> None:
     """The writes of another iteration begin anew: what the last one has left is no other contribution."""
     plain, model = ddp(Model("recompute")), ddp(Model("in_forward"))
