@@ -4,12 +4,14 @@ import errno
 import fcntl
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from maingrad.ddp import load_checkpoint, save_checkpoint
+from maingrad.ddp import DistributedDataParallel, load_checkpoint, save_checkpoint
 from maingrad.ddp.checkpoint.files.folder import (
     Staging,
     belongs_to_checkpoint,
@@ -20,6 +22,7 @@ from maingrad.ddp.checkpoint.files.folder import (
 )
 from maingrad.ddp.checkpoint.files.rank_file import file_name
 from maingrad.ddp.collectives.failure_report import CollectiveError
+from maingrad.launch import simulate
 
 
 def saved(path: Path, extra: int) -> dict[str, bytes]:
@@ -52,6 +55,19 @@ def test_a_save_to_a_link_is_one_to_its_target(target: str, tmp_path: Path) -> N
     for extra in (1, 2):
         saved(tmp_path / "c", extra)
         assert (tmp_path / "c").is_symlink() and load_checkpoint(tmp_path / target, nn.Linear(3, 2)) == extra
+
+
+def test_ranks_may_name_one_folder_by_several_paths(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+
+    def on_each_rank() -> Any:
+        path = tmp_path / ("link" if dist.get_rank() else "real") / "c"
+        model = DistributedDataParallel(nn.Linear(3, 2))
+        save_checkpoint(path, model, extra=7)
+        return load_checkpoint(path, model)
+
+    assert simulate(on_each_rank, 2) == [7, 7]
 
 
 def a_file(path: Path) -> None:

@@ -10,7 +10,13 @@ from checkpointed import build, take_steps
 from reachable import nbytes_of, reachable_tensors
 from torch import nn
 
-from maingrad.ddp import load_checkpoint, save_checkpoint
+from maingrad.ddp import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    DistributedOptimizer,
+    load_checkpoint,
+    save_checkpoint,
+)
 from maingrad.ddp.checkpoint.files.manifest import Manifest
 from maingrad.fsdp import fully_shard
 from maingrad.launch import simulate
@@ -87,6 +93,23 @@ def test_groups_of_two_classes_are_known_by_their_parameters(tmp_path: Path) -> 
         ]
         with pytest.raises(ValueError, match=f"has the state of {named}, and this optimizer is {cls.__name__}, which"):
             load_checkpoint(tmp_path / "c", *make(*groups))
+
+
+def test_groups_of_one_class_beside_another_keep_their_options(tmp_path: Path) -> None:
+    def make(*rates: float) -> Any:
+        model = nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3))
+        classes = {"*.bias": torch.optim.SGD, "0.weight": torch.optim.Adam, "1.weight": torch.optim.Adam}
+        groups = [
+            {"params": names, "optimizer": cls, "lr": lr}
+            for (names, cls), lr in zip(classes.items(), rates, strict=True)
+        ]
+        wrapped = DistributedDataParallel(model, DistributedDataParallelConfig(use_distributed_optimizer=True))
+        return wrapped, DistributedOptimizer(wrapped, param_groups=groups)
+
+    save_checkpoint(tmp_path / "c", *make(0.5, 0.25, 0.125))
+    model, optimizer = make(1.0, 1.0, 1.0)
+    load_checkpoint(tmp_path / "c", model, optimizer)
+    assert [group["lr"] for group in optimizer.param_groups if group["params"]] == [0.5, 0.25, 0.125]
 
 
 def test_options_keep_their_kinds_and_rates_their_memory(tmp_path: Path) -> None:
