@@ -363,9 +363,15 @@ def test_matrices_that_shards_cut_are_refused_and_other_parameters_are_not_looke
         build(torch.float32, SELECTED, {"param_groups": [{"params": "5.experts", "optimizer": lamb}]})
 
 
-def test_compact_state_needs_buckets_of_its_own() -> None:
+def test_compact_state_and_state_on_the_host_need_buckets_of_their_own() -> None:
     with pytest.raises(ValueError, match=r'state="compact" is not for Muon, and parameters .* lie in one bucket'):
         build(BF16, ZERO1, {"state": "compact"})
+    for name in ("0.weight", "0.bias", "2.weight", "5.experts"):  # the one that differs may come at any place
+        other = [{"params": name, "optimizer": optim.NAdam}]
+        for key, value in (("state", "compact"), ("offload_state", "host")):
+            words = rf"^{key}=\"{value}\" is not for NAdam, .*'{name}' of NAdam .*lie in one bucket"
+            with pytest.raises(ValueError, match=words):
+                build(BF16, {}, {"param_groups": other, key: value})
     groups = [{"params": "*", "optimizer": Muon}]
 
     def only_muon() -> None:
