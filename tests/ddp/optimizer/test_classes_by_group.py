@@ -224,6 +224,32 @@ def test_a_rank_that_updates_nothing_of_a_bucket_has_its_masters() -> None:
     assert any(simulate(on_each_rank, 3))
 
 
+@pytest.mark.parametrize("state", ["full", "compact"])
+def test_a_rank_may_update_nothing_of_one_classs_parameters(state: str, tmp_path: Path) -> None:
+    """It writes them, saves and loads as the other ranks do."""
+    sgd = {"params": "bias", "optimizer": optim.SGD, "lr": 0.1}
+
+    def on_each_rank() -> int:
+        torch.manual_seed(0)
+        ddp, loaded, restored = (wrap(nn.Linear(4, 2, dtype=BF16), use_distributed_optimizer=True) for _ in range(3))
+        optimizer, its, theirs = (
+            DistributedOptimizer(model, lr=0.02, state=state, param_groups=[sgd]) for model in (ddp, loaded, restored)
+        )
+        train(ddp, optimizer, BF16, range(1))
+        with torch.no_grad():
+            ddp.module.bias.fill_(3.0)
+        expected = {"weight": ddp.module.weight.detach().clone(), "bias": torch.full((2,), 3.0, dtype=BF16)}
+        save_checkpoint(tmp_path / "saved", ddp, optimizer)
+        load_checkpoint(tmp_path / "saved", loaded, its)
+        theirs.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        for model in (ddp, loaded, restored):
+            assert_same(weights(model), expected)
+        assert [held.name for held in optimizer.full_slices()] == [held.name for held in optimizer.slices]
+        return sum(held.end - held.start for held in optimizer.slices if held.name == "bias")
+
+    assert sorted(simulate(on_each_rank, 2)) == [0, 2]
+
+
 def test_state_dicts_of_all_classes() -> None:
     def on_each_rank() -> dict[str, Tensor]:
         ddp, optimizer = build(BF16, ZERO1)
@@ -363,9 +389,15 @@ def test_matrices_that_shards_cut_are_refused_and_other_parameters_are_not_looke
         build(torch.float32, SELECTED, {"param_groups": [{"params": "5.experts", "optimizer": lamb}]})
 
 
-def test_compact_state_needs_buckets_of_its_own() -> None:
+def test_compact_state_and_state_on_the_host_need_buckets_of_their_own() -> None:
     with pytest.raises(ValueError, match=r'state="compact" is not for Muon, and parameters .* lie in one bucket'):
         build(BF16, ZERO1, {"state": "compact"})
+    for name in ("0.weight", "0.bias", "2.weight", "5.experts"):  # the one that differs may come at any place
+        other = [{"params": name, "optimizer": optim.NAdam}]
+        for key, value in (("state", "compact"), ("offload_state", "host")):
+            words = rf"^{key}=\"{value}\" is not for NAdam, .*'{name}' of NAdam .*lie in one bucket"
+            with pytest.raises(ValueError, match=words):
+                build(BF16, {}, {"param_groups": other, key: value})
     groups = [{"params": "*", "optimizer": Muon}]
 
     def only_muon() -> None:

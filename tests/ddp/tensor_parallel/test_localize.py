@@ -198,6 +198,25 @@ def test_marks_of_a_dtensor_are_the_parameters() -> None:
     simulate(on_each_rank, 2)
 
 
+def test_a_state_dict_shares_the_memory_of_the_model() -> None:
+    """What torch.distributed.checkpoint reads into it, the model has."""
+
+    def on_each_rank() -> None:
+        mesh = make_mesh(1, 2)
+        layer = nn.Linear(6, 6)
+        layer.weight = distributed(layer.weight, mesh["tp"], Shard(0))
+        layer.register_buffer("scale", distribute_tensor(torch.ones(6), mesh["tp"], [Replicate()]))
+        state = localize(layer).state_dict()
+        for name, value in state.items():
+            own = layer.get_buffer(name) if name == "scale" else layer.get_parameter(name)
+            assert isinstance(value, DTensor) == (name != "bias")
+            (value.to_local() if isinstance(value, DTensor) else value).fill_(7.0)
+            assert torch.equal(own, torch.full_like(own, 7.0)), name
+            assert not value.requires_grad
+
+    simulate(on_each_rank, 2)
+
+
 def test_copies_of_experts_are_experts() -> None:
     """A copy of a module has lost the mark on its parameters, and its layouts know it."""
 

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from gloo import run_ranks
 from parallel_llama import OLD_DTENSORS, assert_grads, full, make_mesh, whole_grads
+from torch import nn
 
 from maingrad.ddp import WORLD_OF_ONE, DistributedDataParallel, DistributedDataParallelConfig
 from maingrad.ddp.plan.model_slice import model_slice_of
@@ -92,6 +93,27 @@ def test_norms_of_queries_and_keys_have_partial_gradients(hooked: bool) -> None:
         for name in norms:
             summed = model.get_parameter(name).grad.full_tensor()
             torch.testing.assert_close(summed, plain.get_parameter(name).grad, rtol=1e-4, atol=1e-7)
+
+    simulate(on_each_rank, 2)
+
+
+def test_a_norm_that_a_load_replaces_has_partial_gradients_when_it_is_wrapped_again() -> None:
+    from transformers.distributed.tensor_parallel import ReplicatedWithGradAllReduce
+
+    def on_each_rank() -> None:
+        mesh = make_mesh(1, 2)
+        tp = mesh["tp"]
+        norm = ReplicatedWithGradAllReduce().install_forward(nn.RMSNorm(4), tp)
+        inputs = torch.tensor([[1.0, 2.0, 3.0, 4.0], [4.0, 1.0, 1.0, 2.0]])
+        expected = nn.functional.rms_norm(inputs, (4,)).sum(0)
+        for _ in range(3):
+            wrapped = DistributedDataParallel(norm, process_group=mesh["dp"])
+            for _ in range(2):
+                wrapped(inputs[tp.get_local_rank()]).sum().backward()
+                wrapped.finish_grad_sync()
+                torch.testing.assert_close(norm.weight.grad.full_tensor(), expected)
+                wrapped.zero_grad_buffer()
+            norm.load_state_dict({"weight": torch.ones(4)}, assign=True)
 
     simulate(on_each_rank, 2)
 

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from maingrad.ddp import WORLD_OF_ONE
 from maingrad.ddp.plan.cut import Box
 from maingrad.ddp.plan.model_slice import ModelSlice, set_model_slice, slice_of_marks
 from maingrad.fsdp import fully_shard
@@ -76,6 +77,29 @@ def test_a_state_dict_has_the_placements_of_fsdp2(row: str) -> None:
         assert found["up.weight"].device_mesh.mesh_dim_names == (*mesh.mesh_dim_names, "tp")
 
     simulate(on_each_rank, world_of(row))
+
+
+def test_one_data_parallel_rank_saves_and_loads_dtensors_over_its_tensor_parallel_ranks() -> None:
+    saved: dict[int, Any] = {}
+
+    def on_each_rank() -> None:
+        group = mesh_of(2, names=("tp",))["tp"].get_group()
+        model, whole = build("zero3", group, WORLD_OF_ONE), Layers().state_dict()
+        saved[group.rank()] = found = model.state_dict()
+        for name, dim in CUTS.items():
+            assert list(found[name].placements) == [Shard(dim)]
+            assert torch.equal(found[name].full_tensor(), whole[name]), name
+        assert torch.equal(found["down.bias"], whole["down.bias"])
+        moments = trained(model).state_dict()["state"]
+        assert [tuple(each["exp_avg"].shape) for each in moments.values()] == [(10, 8), (10,), (5, 10), (5,)]
+        model.load_state_dict(found)
+        for name in CUTS:
+            assert torch.equal(model.state_dict()[name].full_tensor(), whole[name]), name
+        dist.barrier()
+        with pytest.raises(RuntimeError, match="each rank loads the file that it saved itself"):
+            model.load_state_dict(saved[1 - group.rank()])
+
+    simulate(on_each_rank, 2)
 
 
 @pytest.mark.parametrize("form", ["own", "whole", "other mesh", "slices"])
