@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ...collectives.rank_grid import RankGrid, Ranks
+from ...collectives.rank_grid import RankGrid, Ranks, group_size
 from ...contract.module import FusedWgradModule
 from ..model_slice import model_slice_of, set_model_slice, slice_of_copy
 from ..owned_params import find_tensor_ranks
@@ -94,8 +94,8 @@ def ranks_told(module: nn.Module, given: Ranks) -> dist.ProcessGroup | None:
 
     Ranks agree over these on what comes of the checks. None: nothing is cut.
     """
-    params: Iterable[Any] = module.parameters()
-    for each in (given, *params):
+    tensors: Iterable[Any] = itertools.chain(module.parameters(), module.buffers())
+    for each in (given, *tensors):
         found = model_slice_of(each)
         told = getattr(each, "device_mesh", each) if found is None else found.group
         if isinstance(told, DeviceMesh) and told.ndim == 1 and told.get_coordinate():
@@ -108,7 +108,12 @@ def ranks_told(module: nn.Module, given: Ranks) -> dist.ProcessGroup | None:
 def localized_ranks(module: nn.Module, given: Ranks, ignored: Collection[int] = ()) -> RankGrid | None:
     """Make local parameters of DTensors, see ``localize``; then the tensor-parallel ranks. None: nobody has said."""
     localize(module, ignored)
-    return find_tensor_ranks(module, given)
+    ranks = find_tensor_ranks(module, given)
+    if ranks is None:  # no parameter is cut, and a buffer may be
+        layouts = (layout for owner in module.modules() for layout in layouts_of(owner).values())
+        cut = next((layout.mesh.get_group() for layout in layouts if layout.is_cut and not layout.of_experts), None)
+        ranks = None if group_size(cut) == 1 else RankGrid(cut, None, cut)
+    return ranks
 
 
 def can_localize(module: nn.Module) -> bool:

@@ -12,6 +12,7 @@ from gloo import run_ranks
 from parallel_llama import make_mesh
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
@@ -273,3 +274,20 @@ def one_by_one() -> None:
 def test_products_of_a_leaf_go_backward_one_by_one() -> None:
     """Heads on detached features, as of several tokens that are predicted: each frees its graph."""
     run_ranks(one_by_one, 2)
+
+
+def test_a_buffer_that_alone_is_cut_stays_with_its_rank() -> None:
+    """No parameter says that ranks hold the model together: the buffer does."""
+
+    def on_each_rank() -> None:
+        mesh, model = make_mesh(2, 2), nn.Linear(4, 4)
+        own = torch.full((2, 3), float(mesh["tp"].get_local_rank()))
+        model.register_buffer("table", DTensor.from_local(own.clone(), mesh["tp"], [Shard(0)]))
+        with pytest.raises(ValueError, match=r"tensor_parallel_group .* are no two dims of one mesh"):
+            DistributedDataParallel(copy.deepcopy(model))
+        wrapped = DistributedDataParallel(model, process_group=mesh["dp"].get_group())
+        assert torch.equal(wrapped.module.table, own)
+        wrapped(torch.full((2, 4), float(mesh["dp"].get_local_rank()))).sum().backward()
+        assert torch.equal(wrapped.module.weight.grad, torch.ones(4, 4))
+
+    simulate(on_each_rank, 4)
