@@ -258,7 +258,8 @@ def _frozen(model: Model) -> Iterator[str]:
         if block.frozen == "all":
             yield f"{attribute(path)}.requires_grad_(False)"
         if block.frozen == "one way":
-            yield f"{attribute(path)}.layer.left.requires_grad_(False)"
+            branch = "layer.layer" if block.single else "layer"  # ``Cast`` is around it
+            yield f"{attribute(path)}.{branch}.left.requires_grad_(False)"
         if block.frozen == "first":
             yield f"for param in [param for param in {attribute(path)}.parameters() if param.ndim > 1][:1]:"
             yield "    param.requires_grad_(False)"
