@@ -44,14 +44,13 @@ def in_stages(stages: Iterator[Any], tensors: tuple[Tensor, ...]) -> InFlight:
 
 def finished(stages: Generator[Any, None, Tensor]) -> Tensor:
     """What a chain of collectives returns: start one after the other, and wait for each on the host or stream."""
-    while True:
-        try:
-            work = next(stages)
-        except StopIteration as end:
-            result: Tensor = end.value
-            return result
-        if work is not None:
-            work.wait()
+    results: list[Tensor] = []
+
+    def kept() -> Iterator[Any]:
+        results.append((yield from stages))
+
+    in_stages(kept(), ()).wait()
+    return results[0]
 
 
 _OVER = object()

@@ -340,6 +340,7 @@ class WholeParams(ReleasableBuffer):
             self._refuses_reads = False
             for param in self.params:
                 param.__class__ = nn.Parameter
+                del param.__dict__[_NAME]
 
     def leave(self, names: Sequence[str]) -> None:
         """Leave the memory to views that the program has kept, which go on reading it.

@@ -136,6 +136,7 @@ def parameters_of_a_block() -> tuple[list[str], list[float]]:
     assert kept.shape == (WIDTH, WIDTH)
     with model.unsharded():
         sums = [kept.sum().item(), mean.sum().item()]
+        assert type(kept) is nn.Parameter and not any("freed" in name for name in vars(kept)), "it is as it was"
     train(model)
     return refused, sums
 

@@ -543,6 +543,7 @@ def test_a_flag_mends_what_is_wrong_in_the_file(tmp_path: Path):
         ({"optimizer": {"lr": float("inf")}}, "optimizer.lr = inf: must be finite"),
         ({"optimizer": {"betas": [0.9, float("nan")]}}, "optimizer.betas.1 = nan: must be finite"),
         ({"optimizer": {"name": "torch.optim.NAdam", "options": {"eps": float("inf")}}}, "optimizer.options.eps = inf"),
+        ({"train": {"seed": 2**64}}, "train.seed = 18446744073709551616: must have at most 63 bits"),
         ({"train": {"seed": -(2**63)}}, "train.seed = -9223372036854775808: must have at most 63 bits"),
         ({"train": {"seed": 2**63}}, "train.seed = 9223372036854775808: must have at most 63 bits"),
         ({"train": {"out_dir": "runs/\0"}}, "train.out_dir = 'runs/\\x00': must not hold the character NUL"),
