@@ -272,6 +272,11 @@ class Program:
     order: int = 0
     """Seed of the order in which simulated ranks go on."""
 
+    @property
+    def clips_in_fp32(self) -> bool:
+        """``max_grad_norm`` rounds its coefficient to fp32, since torch's fused kernels take no other."""
+        return any(isinstance(phase.wrapper, Ddp) and phase.wrapper.max_grad_norm for phase in self.phases)
+
 
 def wrapper_kind(wrapper: Ddp | Fsdp) -> str:
     """What users call it."""

@@ -12,7 +12,7 @@ from microbatches import write_failing, write_micro
 from pen import Pen
 from pipeline_programs import Pipeline
 from pipeline_sources import pipeline_source
-from programs import Ddp, Iteration, Program
+from programs import Iteration, Program
 from projections import write_projected
 from recipe_programs import Recipes, recipes_source
 from run_programs import Run, run_source
@@ -72,8 +72,7 @@ def tolerance_of(program: Program | Pipeline | Run | Recipes | Meshes) -> float:
         return 0.5 if program.optimizer.name == "RMSprop" else 0.1
     if program.dtype == "float32" or any(block.single for block in program.model.blocks):
         return 1e-2 if any(block.kind == "batch norm" for block in program.model.blocks) else 1e-4
-    rounded = any(isinstance(phase.wrapper, Ddp) and phase.wrapper.max_grad_norm for phase in program.phases)
-    return 1e-6 if rounded else 1e-9
+    return 1e-6 if program.clips_in_fp32 else 1e-9
 
 
 # ---- Models. ----

@@ -358,7 +358,7 @@ def _changes_grads(program: Program, phase: Phase, iteration: Iteration) -> bool
         return False
     if iteration.change == "none" and isinstance(wrapper, Ddp) and not wrapper.stock:
         return False  # None is zero there: decay and momentum go on
-    if iteration.change == "sign" and not _is_precise(program):
+    if iteration.change == "sign" and (not _is_precise(program) or program.clips_in_fp32):
         return False
     if iteration.change == "normalised":  # norms of experts' gradients cover all ranks' experts
         return program.model.variants == 1
@@ -383,7 +383,7 @@ def _reads(program: Program, phase: Phase, iteration: Iteration) -> Iterator[str
         if reduced and isinstance(wrapper, Ddp) and wrapper.sharded and one_model and iteration.reads:
             yield SLICES
         return
-    precise = _is_precise(program)
+    precise = _is_precise(program) and not program.clips_in_fp32
     for way in iteration.reads:
         if way == SLICES or (way in CANCELS and not precise) or not one_model:
             continue
