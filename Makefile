@@ -1,7 +1,7 @@
 # maingrad: `make train` and `make test` need nothing but Python 3.11+ and a network for the first run.
 #
 #   make train      train a byte-level GPT on two CPU processes; pictures and metrics land in runs/
-#   make test       the tests (three workers on two cores); samples of large matrices; of long tests another sixth with
+#   make test       the tests (three workers on two cores); samples of large matrices; of long tests another twelfth with
 #                   each commit (TURN=0/1: all of them)
 #   make test-all   slow tests too, and property tests at full counts
 #   make test-newest  the quick start and a sample of the tests, with the newest versions that pip gives
@@ -22,7 +22,7 @@ WORKERS ?= 2
 CONFIG ?= launch/configs/stdlib.toml
 RANKS ?= 2
 # Long tests run in turn: their K-th of N parts. .ci/run brings the same share of the known faults back.
-TURN ?= $(shell git rev-list --count HEAD 2>/dev/null || echo 0)/6
+TURN ?= $(shell git rev-list --count HEAD 2>/dev/null || echo 0)/12
 # Keeps the environments of make test-newest.
 NEWEST ?= .build/newest
 

@@ -81,7 +81,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out tests marked ``in_turn`` whose turn it is not. The tests of a known fault run in the fault's turn too.
 
-    ``.ci/run`` brings every sixth fault back in the same turn, and takes it that their tests pass without them.
+    ``.ci/run`` brings every twelfth fault back in the same turn, and takes it that their tests pass without them.
     """
     turn = config.getoption("--turn")
     number, turns = map(int, turn.split("/"))

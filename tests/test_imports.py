@@ -358,6 +358,7 @@ def test_docstrings_begin_with_what_they_are_about() -> None:
                 assert first not in (["Of"], ["That"], ["None:"]), f"{path}, line {node.lineno}"
 
 
+@pytest.mark.in_turn
 def test_library_code_does_not_print_and_leaves_the_root_logger_alone() -> None:
     for room, path, tree in trees():
         for node in ast.walk(tree) if room != "launch" else ():

@@ -56,6 +56,7 @@ def norm_of_marked() -> float:
     return float(names["optimizer"].grad_norm)
 
 
+@pytest.mark.in_turn
 def test_megatrons_marks() -> None:
     plain = Plain()
     expected = norm_of(plain, map(batch_of, range(4)), plain)

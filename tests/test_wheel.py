@@ -35,6 +35,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     return zipfile.ZipFile(path)
 
 
+@pytest.mark.in_turn
 def test_wheel_holds_the_tracked_library_files(wheel: zipfile.ZipFile) -> None:
     expected = {"maingrad/__init__.py", "maingrad/__main__.py", "maingrad/py.typed"}
     expected |= {f"maingrad/{name}" for name in tracked() if name.split("/")[0] in ROOMS}

@@ -137,6 +137,7 @@ def test_a_wrong_kernel_has_no_row(
     assert f"- {op} {GROUPED}, ours: wrong by" in (tmp_path / "kernels.md").read_text()
 
 
+@pytest.mark.in_turn
 def test_what_does_less_is_no_rival(tmp_path: Path) -> None:
     assert bench(tmp_path, "--shapes", GROUPED, "--ops", "grouped_wgrad_overwrite") == 0
     of = {row["contender"]: float(row["over_ours"]) for row in measured(tmp_path)}
@@ -146,6 +147,7 @@ def test_what_does_less_is_no_rival(tmp_path: Path) -> None:
     assert last.endswith(f"| {1 / of['grouped_mm, then copy']:.2f} |")
 
 
+@pytest.mark.in_turn
 def test_a_rival_that_cannot_run_is_said_to_be_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(*_: Any, **__: Any) -> Any:
         raise NotImplementedError("grouped_mm is not for this device\nand more lines")

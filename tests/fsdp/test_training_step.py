@@ -33,6 +33,7 @@ def test_what_programs_do_between_steps(event: str, placements: str) -> None:
     check(ShardedProgram(placements=placements, events=(event,), form="dropout" if event == "mode" else "fused"))
 
 
+@pytest.mark.in_turn
 def test_evaluation_of_whole_parameters() -> None:
     """Placements that keep parameters whole: evaluations before the capture and between replays."""
     check(ShardedProgram(placements="zero1", events=("evaluate",)))

@@ -136,6 +136,7 @@ def test_groups_that_change(change: Callable[[Any, list[Tensor]], None]) -> None
     check(program)
 
 
+@pytest.mark.in_turn
 def test_parameters_beside_the_model() -> None:
     """They are replicated, in the same optimizer; one is hooked, and frozen later, and one gets other memory."""
 
@@ -174,6 +175,7 @@ def test_parameters_beside_the_model() -> None:
     check(program)
 
 
+@pytest.mark.in_turn
 def test_one_tensor_given_twice() -> None:
     def program(graphed: bool) -> dict[str, Any]:
         model = sharded()

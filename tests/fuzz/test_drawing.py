@@ -41,6 +41,7 @@ def test_what_is_valid_stays_as_it_is(drawn: list[Program]) -> None:
     assert all(valid.valid(program) == program for program in drawn)
 
 
+@pytest.mark.in_turn
 def test_every_value_comes(drawn: list[Program]) -> None:
     counts: Counter[tuple[str, str]] = Counter()
     for program in drawn:
@@ -85,6 +86,7 @@ def test_graphed_steps_are_replayed(drawn: list[Program]) -> None:
     assert {program.optimizer.scaled for program, _ in phases} == {True, False}
 
 
+@pytest.mark.in_turn
 def test_pipelines_are_drawn_and_valid() -> None:
     """One in eight seeds is one."""
     assert [isinstance(draw_any(seed), Pipeline) for seed in range(16)] == [seed % 8 == 7 for seed in range(16)]

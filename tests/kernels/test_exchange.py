@@ -115,6 +115,7 @@ def made_of(kind: torch.dtype, rows: int, *shape: int) -> Tensor:
     return (torch.randn if kind.is_floating_point else partial(torch.randint, -9, 9))((rows, *shape)).to(kind)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(("width", "sent"), [(7, [[1, 4], [2, 4]]), (1, [[12, 9], [8, 30]])])
 def test_rows_of_several_programs(width: int, sent: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     """As rows of more than 16 KB, and more of them than the programs take at once."""

@@ -239,6 +239,7 @@ def test_where_torchs_fused_adam_rounds_its_decay_twice() -> None:
     torch.testing.assert_close(moments[0], theirs.state[param]["exp_avg"], rtol=1e-6, atol=1e-8)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("device", LAUNCHER_DEVICES)
 @pytest.mark.parametrize("form", ["launches", "called on a GPU", "reference"])
 def test_gradients_may_move_and_are_not_kept(device: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:

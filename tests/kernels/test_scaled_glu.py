@@ -229,6 +229,7 @@ def test_the_kernel_is_the_reference(rows: int, features: int, activation: str, 
             torch.testing.assert_close(actual, expected, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.in_turn
 def test_second_derivatives_of_the_reference() -> None:
     da, h, probs = operands(3, 4, torch.float64, "cpu")
     da, h, probs = da.requires_grad_(), h.requires_grad_(), probs.double().requires_grad_()

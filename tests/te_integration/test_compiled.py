@@ -370,6 +370,7 @@ def test_gradients_of_inputs_alone_write_nothing() -> None:
     assert not any(writes(ddp).values())
 
 
+@pytest.mark.in_turn
 def test_two_products_write_two_weights() -> None:
     model = make("LayerNormMLP", fuse=True)
     ddp, eager = wrap(model), wrap(copy.deepcopy(model))

@@ -547,6 +547,7 @@ def test_experts_move_between_ranks(sharded: bool, tmp_path: Path) -> None:
     assert (manifest["num_expert_sets"], manifest["tied"]) == (1, {"experts.again": "experts.weight"})
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("sharded", [False, True])
 def test_sets_of_experts_of_an_earlier_checkpoint_are_read(sharded: bool, tmp_path: Path) -> None:
     """By ranks of as many sets, which then save the parameter of all experts."""

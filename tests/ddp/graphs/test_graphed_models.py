@@ -31,6 +31,7 @@ def test_is_captured(name: str) -> None:
     assert all(map(torch.equal, [*eager.losses, *eager.norms], [*graphed.losses, *graphed.norms]))
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(("name", "why"), [("Mixtral", "rows of each expert")])
 def test_is_named(name: str, why: str) -> None:
     eager, graphed = (train(name, CPU, graphed=graphed) for graphed in (False, True))

@@ -75,10 +75,12 @@ def test_graphed_with_a_scaler_and_everything_between_steps() -> None:
     check(Program(auto=True, state="compact", events=tuple(event for event in EVENTS if event != "mode")))
 
 
+@pytest.mark.in_turn
 def test_a_module_that_is_switched_to_evaluation() -> None:
     check(Program(events=("mode",), form="dropout"))
 
 
+@pytest.mark.in_turn
 def test_weights_that_are_loaded() -> None:
     check(Program(events=("loads weights",)))
 

@@ -165,6 +165,7 @@ class ManyVectors(nn.Module):
         return self.matrix(x).view(-1, 80, 8) * torch.stack(list(self.vectors))
 
 
+@pytest.mark.in_turn
 def test_a_bucket_with_fewer_elements_may_have_more_blocks() -> None:
     found = []
     for place in (None, "host"):

@@ -263,10 +263,12 @@ def state_of_the_other_axis() -> None:
     assert_equal_states(model, llama(seed=1).state_dict())
 
 
+@pytest.mark.in_turn
 def test_state_that_is_cut_alike_over_other_ranks_is_told_apart() -> None:
     simulate(state_of_the_other_axis, 4)
 
 
+@pytest.mark.in_turn
 def test_slices_of_a_unit_are_no_state_of_another_rank() -> None:
     """Hooks of ``fully_shard`` see each DTensor as it was saved, and that another rank has saved it."""
     saved: dict[int, Any] = {}

@@ -67,6 +67,7 @@ def test_it_is_idempotent_and_copies_run_by_themselves() -> None:
     simulate(on_each_rank, 2)
 
 
+@pytest.mark.in_turn
 def test_one_dtensor_of_two_modules_stays_one_parameter() -> None:
     def on_each_rank() -> Tensor:
         mesh = make_mesh(2, 2)
@@ -583,6 +584,7 @@ def norm_of_heads() -> None:
     torch.testing.assert_close(model.norm.weight.main_grad, plain.norm.weight.grad, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.in_turn
 def test_norms_of_heads_count_all_heads() -> None:
     simulate(norm_of_heads, 4)
 

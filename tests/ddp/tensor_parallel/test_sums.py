@@ -49,6 +49,7 @@ def test_a_cut_model_has_the_gradients_of_a_plain_one(way: str, sp: bool, microb
     check(way, sp, True, microbatches)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("way", ["ddp", "zero1", "hybrid"])
 def test_slices_that_were_dtensors_are_reduced_alike(way: str) -> None:
     check(way, True, False, 1)

@@ -63,6 +63,7 @@ def test_gradients_are_those_of_the_whole_model(kind: str, order: str) -> None:
         assert fused == (set() if order == "not converted" else products)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("hooked", [True, False])
 def test_norms_of_queries_and_keys_have_partial_gradients(hooked: bool) -> None:
     """The program's own hooks stay; those of transformers go, and no later forward brings them back."""
@@ -164,6 +165,7 @@ def loaded(folder: str) -> dict[str, int]:
     return {record.name: record.num_fused_writes for record in wrapped.records}
 
 
+@pytest.mark.in_turn
 def test_a_model_that_transformers_loads_in_parts(tmp_path: Path) -> None:
     make("Llama").save_pretrained(tmp_path)
     for writes in run_ranks(loaded, 2, str(tmp_path), timeout=100.0):

@@ -85,6 +85,7 @@ def whole_grads(way: str) -> dict[str, Tensor]:
     return {name: param.grad.full_tensor() for name, param in model.module.named_parameters()}
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("way", ["ddp", "zero1", "hybrid"])
 def test_the_whole_gradient_is_of_all_slices(way: str) -> None:
     """As under ``fully_shard``."""
@@ -136,6 +137,7 @@ def skipped(way: str) -> tuple[bool, int]:
     return all(map(torch.equal, before, model.parameters())), int(optimizer.num_skipped_steps)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("way", ["ddp", "zero1", "hybrid"])
 def test_no_rank_steps_on_one_slices_nan(way: str) -> None:
     assert simulate(skipped, world_of(way), way) == [(True, 1)] * world_of(way)
@@ -151,6 +153,7 @@ def with_nan(way: str) -> str:
     return str(raised.value)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("way", ["ddp", "zero1", "hybrid"])
 def test_nan_in_one_slice_is_raised_on_all_ranks(way: str) -> None:
     for text in simulate(with_nan, world_of(way), way):

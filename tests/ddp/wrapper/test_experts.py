@@ -343,6 +343,7 @@ def saved_and_read(path: str, frozen: bool) -> None:
         assert torch.equal(read.module.of_expert()[name], tensor), name
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_checkpoint_keeps_what_each_rank_has_of_experts(frozen: bool, tmp_path: Path) -> None:
     simulate(saved_and_read, 4, str(tmp_path / "step"), frozen)

@@ -311,6 +311,7 @@ def delayed_beside_torch(gone: bool) -> None:
         assert layer.weight.grad.tolist() == [[2] * 4] * 4
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("gone", [False, True])
 def test_a_wrapper_of_torch_that_is_gone_reduces_nothing(gone: bool) -> None:
     simulate(delayed_beside_torch, 1, gone)

@@ -91,6 +91,7 @@ def reached_by_the_first_alone(model: Any, batches: Any) -> None:
     model.order = before
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("kind", ["zero3", "zero1", "hsdp", "zero3, once"])
 def test_units_that_the_first_microbatch_alone_reaches_are_reduced_over_all_ranks(kind: str) -> None:
     def on_each_rank() -> None:

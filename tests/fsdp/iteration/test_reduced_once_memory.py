@@ -199,6 +199,7 @@ def test_what_was_given_up_has_no_memory_when_the_next_backward_begins() -> None
 # ---- Stale memory. ----
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("delay", ["none", "modules", "queue, lagging"])
 @pytest.mark.parametrize("holding", [(*UNITS, ""), ("odd", "unused_layer")], ids=["all", "some"])
 @pytest.mark.parametrize(("placements", "instances"), [("zero2", 1), ("zero3", 1), ("hsdp", 2), ("hsdp_zero1", 2)])

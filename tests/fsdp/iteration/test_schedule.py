@@ -264,6 +264,7 @@ def test_which_microbatch_is_the_last_is_said_by_its_backward(placements: str, d
     assert [word for word in inside.split() if word.startswith("r")] == ["ro"] * num_prompt + ["r2", "r1", "r0"]
 
 
+@pytest.mark.in_turn
 def test_no_gather_comes_twice() -> None:
     """A unit uses its prefetched gather, and does not gather again."""
     for microbatches in (1, 2, 3):

@@ -106,6 +106,7 @@ def test_dtypes_of_a_policy(placements: str) -> None:
     assert seen["x"] is torch.float32
 
 
+@pytest.mark.in_turn
 def test_a_block_compiled_before_a_model_that_is_evaluated() -> None:
     model = Net()
     compiled_before(model)

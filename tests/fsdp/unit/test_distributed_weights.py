@@ -502,6 +502,7 @@ def go_on(model: Any, optimizer: torch.optim.Optimizer) -> list[float]:
     return [value for weight in weights_of(model).values() for value in weight.flatten().tolist()]
 
 
+@pytest.mark.in_turn
 def test_checkpoints_move_between_weights_and_whole_units(tmp_path: Path) -> None:
     wanted = simulate(save, 2, tmp_path / "step")[0]
     for asked, ranks in ((True, 4), (False, 2), (False, 4)):

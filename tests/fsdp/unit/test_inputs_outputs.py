@@ -283,6 +283,7 @@ class AddsInPlace(nn.Module):
         return x
 
 
+@pytest.mark.in_turn
 @some_kinds
 def test_an_output_that_is_a_view_may_be_changed_in_place(kind: str) -> None:
     train_beside(kind, AddsInPlace)

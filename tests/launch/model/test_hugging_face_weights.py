@@ -49,6 +49,7 @@ def tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.sampled(4)
 def test_stored_values_are_those_of_from_pretrained(tmp_path: Path, name: str):
@@ -157,6 +158,7 @@ def test_a_run_does_not_write_over_the_model_that_it_begins_with(tmp_path: Path)
         check_model(run_config(tmp_path, name, "ddp", "other", pretrained=False), model)
 
 
+@pytest.mark.in_turn
 def test_documents_are_checked_once_the_model_has_values(tmp_path: Path):
     config_of("llama").save_pretrained(tmp_path / "source")
     document = tiny_document(tmp_path, parallel="fsdp", data={"documents": "mask"}, train={"steps": 3})

@@ -132,6 +132,7 @@ def trained(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
+@pytest.mark.in_turn
 def test_no_command_runs_code_of_a_folder(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     toml, checkpoint = str(tmp_path / "tiny.toml"), trained / "checkpoints/step-00000003"
     recorded = json.loads((trained / "resolved_config.json").read_text())

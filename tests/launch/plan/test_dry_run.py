@@ -143,6 +143,7 @@ def test_what_a_run_would_refuse_is_refused(tmp_path: Path, capsys: pytest.Captu
     assert "--ranks goes with --dry-run" in capsys.readouterr().err
 
 
+@pytest.mark.in_turn
 def test_a_resumption_that_a_run_would_refuse_is_refused(tmp_path: Path):
     train(tiny_config(tmp_path, train={"steps": 3, "save_every": 3}))
     again = {"resume": "auto", "save_every": 3}

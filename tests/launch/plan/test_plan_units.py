@@ -189,6 +189,7 @@ def test_over_how_many_ranks_a_unit_is_sharded(
     assert {bucket.inner_size for bucket in cut.buckets} == {inside // 2} == {cut.inner_size}
 
 
+@pytest.mark.in_turn
 def test_units_of_four_blocks_fill_the_peaks(tmp_path: Path):
     """The planned peaks are reached, so they are no larger than needed."""
     config = tiny_config(tmp_path, parallel="fsdp", model={"num_layers": 4})

@@ -71,6 +71,7 @@ def median(values: list[float]) -> float:
     return (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
 
 
+@pytest.mark.in_turn
 def test_the_numbers_are_those_of_the_files(two_ranks: Path, tmp_path: Path) -> None:
     page = page_of(tmp_path, two_ranks)
     steps, validations, (final,) = (of_kind(two_ranks, kind) for kind in ("step", "validation", "final"))

@@ -349,6 +349,7 @@ def test_data_parallel_training_equals_one_process(data_parallel: str, world_siz
         assert results[0] == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.in_turn
 def test_checkpoint_saved_on_four_ranks_loads_on_two(tmp_path: Path):
     whole = torch.arange(64.0).view(8, 8)
 
@@ -393,6 +394,7 @@ for size in range(4, 12):
 """
 
 
+@pytest.mark.in_turn
 def test_a_process_may_first_use_dtensors_on_simulated_ranks():
     """torch 2.11 freed what fake tensors need with the thread that first made one."""
     done = run_python("-c", _ONE_OPERATION_AFTER_THE_OTHER, timeout=60.0)

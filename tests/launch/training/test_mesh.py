@@ -251,6 +251,7 @@ def test_experts_move_where_a_run_goes_on(tmp_path: Path):
         assert numbers == pytest.approx([*losses, *expected[6 + at // 4 : 8], *norms, *routers], rel=2e-6), name
 
 
+@pytest.mark.in_turn
 def test_each_rank_draws_for_its_heads_and_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     drawn: dict[int, list[int]] = {}
     iteration = Trainer._iteration

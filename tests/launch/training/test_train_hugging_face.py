@@ -111,6 +111,7 @@ def test_trains_on_two_ranks_and_is_saved_for_transformers(tmp_path: Path, name:
     torch.testing.assert_close(logits_of(saved, tokens), expected, rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.in_turn
 def test_pretrained_weights_begin_with_their_own_loss(tmp_path: Path):
     source = folder_of("llama", tmp_path / "source")
     train(config_for(tmp_path, source))

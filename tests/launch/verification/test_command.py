@@ -81,6 +81,7 @@ def test_status_0(program: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert said.rstrip().endswith("verified")
 
 
+@pytest.mark.in_turn
 def test_status_1(program: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", f"{program}:summed", "--ways", "ddp"]) == 1
     said = capsys.readouterr().out

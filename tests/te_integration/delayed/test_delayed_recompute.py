@@ -166,6 +166,7 @@ def test_offload_inside_the_region() -> None:
     check_like_plain(model, x, plain)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("kind", ["linear", "split", "normalized", "mlp"])
 def test_compiled_layers_whose_recompute_would_differ_are_refused(kind: str) -> None:
     """The graph breaks for the block's queue, and would not in the recompute, outside of the block."""

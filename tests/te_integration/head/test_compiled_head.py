@@ -168,6 +168,7 @@ def test_gradients_of_autograd_have_the_dtype_of_what_they_are_of(trained: str) 
         assert one is None or (one.dtype is other.dtype and torch.equal(one, other))
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("mode", ["recompute", "in_forward"])
 def test_in_fp64_a_compiled_head_is_as_exact_as_eager_code(mode: Any) -> None:
     x, targets = batch()

@@ -303,6 +303,7 @@ def test_valid_orders_are_accepted_with_the_counters_meaning(rules, seed):
         assert [kind for _, _, kind in by_microbatch] == list(Kind) * (rules.num_chunks * rules.num_microbatches)
 
 
+@pytest.mark.in_turn
 @given(orders.rules(), st.integers(0, 2**32))
 def test_every_single_entry_change_is_valid_or_refused_where_it_is_wrong(rules, seed):
     rng = random.Random(seed)

@@ -190,6 +190,7 @@ def step_under_no_sync(schedule: list[tuple[int, str]], placements: str) -> None
             rank.step(step)
 
 
+@pytest.mark.in_turn
 def test_a_step_under_no_sync_reduces_nothing() -> None:
     """Whole gradients wait for the step that ends the iteration."""
     schedule: list[tuple[int, str]] = []
@@ -220,6 +221,7 @@ def train_wrapped(kind: str, max_norm: float, sharded: bool) -> tuple[list[float
     return norms, {f"{i}.{name}": p.detach().clone() for i, layer in named for name, p in layer.named_parameters()}
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("sharded", [False, True], ids=["all-reduce", "ZeRO-1"])
 @pytest.mark.parametrize("kind", ["ZeroBubble", "ZBV", "one stage, Interleaved1F1B"])
 @pytest.mark.sampled(1)

@@ -171,6 +171,7 @@ def test_layers_with_two_products_may_be_graph_breaks(how: str) -> None:
         assert torch.equal(mine, other)
 
 
+@pytest.mark.in_turn
 def test_each_recipe_has_a_graph_and_comes_back_to_it() -> None:
     model = layers()[0]
     ddp = DistributedDataParallel(model)
@@ -276,6 +277,7 @@ def test_a_layer_whose_weight_is_stored_transposed(recipe: Any) -> None:
         torch.testing.assert_close(mine, eager)
 
 
+@pytest.mark.in_turn
 def test_what_is_saved() -> None:
     """The transposed copy, and no input in bf16; a compiler that recomputes does not quantise twice for it."""
     torch.manual_seed(0)

@@ -285,6 +285,7 @@ def scaled(how: str, overflows: bool, fused: bool = True) -> State:
     return state_of(model)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("how", WRAPPERS)
 @pytest.mark.sampled(1)
 def test_a_scaler_that_skips_a_step_skips_its_amaxes(how: str) -> None:

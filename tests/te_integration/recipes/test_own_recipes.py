@@ -114,6 +114,7 @@ def test_equality(form: str) -> None:
     assert Float8CurrentScaling() == Float8CurrentScaling() != DelayedScaling()
 
 
+@pytest.mark.in_turn
 def test_compiled_code() -> None:
     model = DistributedDataParallel(layer())
     compiled = torch.compile(model.module, backend="aot_eager")

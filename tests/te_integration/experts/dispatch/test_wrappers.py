@@ -195,6 +195,7 @@ def test_five_clipped_steps_are_those_of_one_process(wrapper: str, ranks: int, e
     assert_as_plain(simulate(over_ranks, ranks, wrapper, ep), ranks)
 
 
+@pytest.mark.in_turn
 def test_experts_in_two_instances_of_four_ranks() -> None:
     assert_as_plain(simulate(over_ranks, 8, "hybrid", 2), 8)
 
@@ -204,6 +205,7 @@ def test_experts_may_span_tensor_parallel_ranks_with_parts_of_sequences(wrapper:
     assert_as_plain(simulate(of_sequences, 4, wrapper), 2)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("wrapper", ["DDP", "ZeRO-1"])
 def test_gradients_computed_while_rows_travel_are_the_same_bit_for_bit(wrapper: str) -> None:
     at_once, delayed = (simulate(over_ranks, 4, wrapper, 2, delayed) for delayed in (False, True))
