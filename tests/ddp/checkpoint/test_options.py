@@ -1,5 +1,6 @@
 """What a load takes of the saved parameter groups, and what stays the program's own."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from maingrad.ddp import (
     save_checkpoint,
 )
 from maingrad.ddp.checkpoint.files.manifest import Manifest
-from maingrad.fsdp import fully_shard
+from maingrad.fsdp import MixedPrecisionPolicy, fully_shard
 from maingrad.launch import simulate
 
 
@@ -212,3 +213,47 @@ def test_a_save_leaves_no_copies_of_compact_state_behind(tmp_path: Path) -> None
     before = nbytes_of(reachable_tensors(model, optimizer))
     save_checkpoint(tmp_path / "c", model, optimizer)
     assert nbytes_of(reachable_tensors(model, optimizer)) == before
+
+
+@pytest.mark.parametrize("saved_under", ["ddp", "fsdp"])
+def test_weights_alone_bring_the_masters_that_are_parameters(tmp_path: Path, saved_under: str) -> None:
+    """A sharded parameter is the fp32 master. A ``DistributedOptimizer`` has its own, which follow the weights."""
+
+    def masters_of(optimizer: torch.optim.Optimizer) -> torch.Tensor:
+        return torch.cat([each.detach().reshape(-1) for each in optimizer.param_groups[0]["params"]]).clone()
+
+    def loaded() -> Iterator[torch.Tensor]:
+        model, optimizer = replicated() if saved_under == "ddp" else in_bf16()
+        for _ in range(2):
+            model(torch.ones(2, 4, dtype=torch.bfloat16)).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        save_checkpoint(tmp_path / "c", model, optimizer)
+        for with_optimizer in (True, False):
+            sharded_model, shards = in_bf16()
+            load_checkpoint(tmp_path / "c", sharded_model, shards if with_optimizer else None)
+            yield masters_of(shards)
+            wrapped, own = replicated()
+            load_checkpoint(tmp_path / "c", wrapped, own if with_optimizer else None)
+            own.param_groups[0]["lr"] = 0.0
+            wrapped.finish_grad_sync()
+            own.step()  # which notices that the weights have changed
+            yield masters_of(own)
+
+    shards, own, shards_alone, own_alone = simulate(lambda: list(loaded()), 1)[0]
+    for masters in (shards, own):
+        assert not torch.equal(masters, masters.bfloat16().float()), "masters say more than the weights"
+    assert torch.equal(shards_alone, shards)
+    assert torch.equal(own_alone, own.bfloat16().float())
+
+
+def in_bf16() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model: Any = fully_shard(nn.Linear(4, 4), mixed_precision=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def replicated() -> tuple[DistributedDataParallel, DistributedOptimizer]:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Linear(4, 4).bfloat16())
+    return model, DistributedOptimizer(model, lr=1e-3)
