@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 from watching import Watcher
 
@@ -21,7 +22,7 @@ from maingrad.ddp import (
 )
 from maingrad.ddp.buckets import iteration_ends
 from maingrad.ddp.buckets.bucket import Phase
-from maingrad.ddp.buckets.checks import ModelWatch, check_nothing_bypassed
+from maingrad.ddp.buckets.checks import ModelWatch, check_nothing_bypassed, check_same
 from maingrad.ddp.contract.record import GradRecord
 from maingrad.launch import simulate
 from maingrad.te_integration import Linear, WgradQueue, delayed_wgrad
@@ -648,6 +649,37 @@ def test_an_iteration_ends_when_all_buckets_are_reduced(monkeypatch: pytest.Monk
     ddp(torch.ones(2, 40)).sum().backward()
     optimizer.step()
     assert phases == [{"reduced"}]
+
+
+def test_watchers_agree_inside_an_instance_and_then_across(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: dict[int, list[list[int]]] = {}
+
+    class Axes(Watcher):
+        def ended(self, model: nn.Module, axes: Any, trained: Any) -> None:
+            told[dist.get_rank()] = [dist.get_process_group_ranks(group) for group in axes]
+
+    monkeypatch.setattr(iteration_ends, "_watchers", [Axes()])
+
+    def on_each_rank() -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+        config = DistributedDataParallelConfig(use_distributed_optimizer=True)
+        model = DistributedDataParallel(nn.Linear(2, 2), config, process_group=mesh)
+        model(torch.ones(1, 2)).sum().backward()
+        model.finish_grad_sync()
+
+    simulate(on_each_rank, 4)
+    assert told == {0: [[0, 1], [0, 2]], 1: [[0, 1], [1, 3]], 2: [[2, 3], [0, 2]], 3: [[2, 3], [1, 3]]}
+
+
+def test_a_parameter_that_has_moved_is_named() -> None:
+    """To another device, or to another dtype: its accumulator stays where it was."""
+    model = DistributedDataParallel(nn.Linear(3, 3))
+    entry = model.bucket_params[0]
+    check_same(entry)
+    for was in ({"device": torch.device("meta")}, {"dtype": torch.float64}):
+        before = " on ".join(map(str, (was.get("dtype", torch.float32), was.get("device", "cpu"))))
+        with pytest.raises(RuntimeError, match=f"'bias' is torch.float32 on cpu, and was {before} when it was wrapped"):
+            check_same(entry._replace(**was))
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from towers import Tower
 
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from maingrad.ddp.buckets.graph_walk import differentiable_tensors, walk_graph
+from maingrad.ddp.collectives.step_check import StepCheck
 from maingrad.launch import simulate
 from maingrad.te_integration import Linear
 
@@ -247,6 +248,45 @@ def test_a_graph_is_walked_in_as_many_steps_as_it_has_nodes() -> None:
     output: Any = SimpleNamespace(grad_fn=node)
     walk_graph([output])
     assert len(visited) == len(set(visited)) == 8
+
+
+class TwoOutputs(nn.Module):
+    """Two layers' outputs, and a parameter itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 2), nn.Linear(3, 5)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.first(x), self.last(x), self.first.weight
+
+
+def test_a_backward_through_several_outputs_is_one_backward_of_one_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the timeline, and where ranks compare how many of their forwards were used."""
+    happened: list[str] = []
+    for name in ("record_forward", "record_use"):
+        monkeypatch.setattr(StepCheck, name, lambda _, name=name: happened.append(name.removeprefix("record_")))
+    model = DistributedDataParallel(TwoOutputs(), DistributedDataParallelConfig(overlap_grad_reduce=True))
+    x = torch.ones(1, 3)
+    with model.record_timeline() as timeline:
+        with model.no_sync():
+            first, last, _ = model(x)
+            first.sum().backward()
+            last.sum().backward()  # a second one of the same forward
+        first, last, weight = model(x)
+        (first.sum() + last.sum() + weight.sum()).backward()
+        model.finish_grad_sync()
+    assert happened == ["forward", "use"] * 2
+    assert [span.synced for span in timeline.backwards] == [False, False, True]
+    assert len(timeline.buckets) == len(model.buckets)
+    assert torch.equal(model.module.first.weight.main_grad, torch.full((2, 3), 3.0))
+    happened.clear()
+    model.eval()
+    model(x)
+    model.train()
+    with torch.no_grad():
+        model(x)
+    assert happened == [], "which train nothing"
 
 
 # ---- Layers that run inside a recompute. ----
