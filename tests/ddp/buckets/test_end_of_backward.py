@@ -470,6 +470,25 @@ def test_gradients_are_not_scaled_in_a_backward_that_adds_to_them() -> None:
         out.sum().backward()
 
 
+def test_no_step_comes_in_the_backward_of_a_module_that_was_called_directly() -> None:
+    """No output of the wrapper tells of that backward: the first gradient does."""
+    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model = DistributedDataParallel(net)
+    optimizer = DistributedOptimizer(model)
+    refused: list[bool] = []
+
+    def step(_: Tensor) -> None:
+        with pytest.raises(RuntimeError, match=r"optimizer.step\(\) in a hook, while a backward is under way"):
+            optimizer.step()
+        refused.append(True)
+
+    hidden = net[0](torch.ones(1, 3))
+    hidden.register_hook(step)
+    net[1](hidden).sum().backward()
+    assert refused == [True]
+    optimizer.step()
+
+
 def test_a_step_may_come_in_the_backward_of_another_model() -> None:
     model, other = DistributedDataParallel(nn.Linear(3, 3)), nn.Linear(3, 3)
     optimizer = DistributedOptimizer(model)

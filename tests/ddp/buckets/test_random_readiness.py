@@ -286,7 +286,22 @@ def test_a_backward_through_several_outputs_is_one_backward_of_one_forward(monke
     model.train()
     with torch.no_grad():
         model(x)
+    for outputs in (model.module.first.weight, x.argmax(), None):
+        model.module.forward = lambda _, outputs=outputs: outputs
+        model(x)
     assert happened == [], "which train nothing"
+
+
+def test_a_tied_weight_is_ready_when_its_backward_ends() -> None:
+    """Its bucket is not launched as one of a weight that is not used."""
+    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    net[1].weight = net[0].weight
+    model = DistributedDataParallel(net, DistributedDataParallelConfig(overlap_grad_reduce=True))
+    with model.record_timeline() as timeline:
+        model(torch.ones(1, 3)).sum().backward()
+        model.finish_grad_sync()
+    (bucket,) = timeline.buckets
+    assert bucket.ready < bucket.launched
 
 
 # ---- Layers that run inside a recompute. ----
