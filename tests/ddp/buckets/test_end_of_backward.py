@@ -701,6 +701,51 @@ def test_a_parameter_that_has_moved_is_named() -> None:
             check_same(entry._replace(**was))
 
 
+def add_a_layer(net: nn.Sequential) -> None:
+    net.append(nn.Linear(3, 3))
+
+
+def exchange_a_layer(net: nn.Sequential) -> None:
+    net[1][0] = nn.Linear(3, 3)
+
+
+def exchange_a_weight(net: nn.Sequential) -> None:
+    net[0].weight = nn.Parameter(torch.ones(3, 3))
+
+
+def cast_a_layer(net: nn.Sequential) -> None:
+    net[0].double()
+
+
+def freeze_a_weight(net: nn.Sequential) -> None:
+    net[1][0].weight.requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (add_a_layer, "parameter '2.weight' requires a gradient, and was frozen or not there"),
+        (exchange_a_layer, "parameter '1.0.weight' requires a gradient, and was frozen or not there"),
+        (exchange_a_weight, "parameter '0.weight' was replaced after wrapping"),
+        (cast_a_layer, "parameter '0.bias' is torch.float64 on cpu, and was torch.float32 on cpu"),
+        (freeze_a_weight, "parameter '1.0.weight' was frozen"),
+    ],
+)
+def test_a_change_behind_forwards_that_found_none_is_seen(change: Callable[[nn.Sequential], None], why: str) -> None:
+    """In the next forward, and where the change comes behind that, before the first reduction."""
+    for late in (False, True):
+        net = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3)))
+        model = DistributedDataParallel(net)
+        for _ in range(2):
+            model(torch.ones(1, 3)).sum().backward()
+            model.finish_grad_sync()
+            model.zero_grad()
+        out = model(torch.ones(1, 3)) if late else None
+        change(net)
+        with pytest.raises(RuntimeError, match=why):
+            model(torch.ones(1, 3)) if out is None else model.finish_grad_sync()
+
+
 @pytest.mark.parametrize(
     ("state", "refusal"),
     [

@@ -350,3 +350,24 @@ def test_a_model_may_begin_to_recompute_after_its_first_forward(last: str, forwa
         model.finish_grad_sync()
         for mine, plain in zip(net.parameters(), twin.parameters(), strict=True):
             torch.testing.assert_close(mine.main_grad, plain.grad)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_wrapper_may_be_recomputed_in_a_backward_that_has_brought_gradients(overlap: bool) -> None:
+    """Its forward in the backward begins nothing, and gives nothing up."""
+    net = nn.Linear(3, 2)
+    twin = copy.deepcopy(net)
+    model = DistributedDataParallel(net, DistributedDataParallelConfig(overlap_grad_reduce=overlap))
+    x = torch.ones(1, 3, requires_grad=True)
+    with model.no_sync():
+        model(x).square().sum().backward()
+    twin(x).square().sum().backward()
+    calls: list[int] = []
+    net.register_forward_pre_hook(lambda *_: calls.append(len(calls)))
+    for each in (model, twin):
+        hidden = checkpoint(each, x, use_reentrant=False).square()
+        (hidden.sum() + checkpoint(each, 2 * x, use_reentrant=False).square().sum()).backward()
+    assert len(calls) == 4
+    model.finish_grad_sync()
+    for mine, plain in zip(net.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine.main_grad, plain.grad)
