@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 from watching import Watcher
 
@@ -21,7 +22,7 @@ from maingrad.ddp import (
 )
 from maingrad.ddp.buckets import iteration_ends
 from maingrad.ddp.buckets.bucket import Phase
-from maingrad.ddp.buckets.checks import ModelWatch, check_nothing_bypassed
+from maingrad.ddp.buckets.checks import ModelWatch, check_nothing_bypassed, check_same
 from maingrad.ddp.contract.record import GradRecord
 from maingrad.launch import simulate
 from maingrad.te_integration import Linear, WgradQueue, delayed_wgrad
@@ -469,6 +470,25 @@ def test_gradients_are_not_scaled_in_a_backward_that_adds_to_them() -> None:
         out.sum().backward()
 
 
+def test_no_step_comes_in_the_backward_of_a_module_that_was_called_directly() -> None:
+    """No output of the wrapper tells of that backward: the first gradient does."""
+    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model = DistributedDataParallel(net)
+    optimizer = DistributedOptimizer(model)
+    refused: list[bool] = []
+
+    def step(_: Tensor) -> None:
+        with pytest.raises(RuntimeError, match=r"optimizer.step\(\) in a hook, while a backward is under way"):
+            optimizer.step()
+        refused.append(True)
+
+    hidden = net[0](torch.ones(1, 3))
+    hidden.register_hook(step)
+    net[1](hidden).sum().backward()
+    assert refused == [True]
+    optimizer.step()
+
+
 def test_a_step_may_come_in_the_backward_of_another_model() -> None:
     model, other = DistributedDataParallel(nn.Linear(3, 3)), nn.Linear(3, 3)
     optimizer = DistributedOptimizer(model)
@@ -648,6 +668,82 @@ def test_an_iteration_ends_when_all_buckets_are_reduced(monkeypatch: pytest.Monk
     ddp(torch.ones(2, 40)).sum().backward()
     optimizer.step()
     assert phases == [{"reduced"}]
+
+
+def test_watchers_agree_inside_an_instance_and_then_across(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: dict[int, list[list[int]]] = {}
+
+    class Axes(Watcher):
+        def ended(self, model: nn.Module, axes: Any, trained: Any) -> None:
+            told[dist.get_rank()] = [dist.get_process_group_ranks(group) for group in axes]
+
+    monkeypatch.setattr(iteration_ends, "_watchers", [Axes()])
+
+    def on_each_rank() -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+        config = DistributedDataParallelConfig(use_distributed_optimizer=True)
+        model = DistributedDataParallel(nn.Linear(2, 2), config, process_group=mesh)
+        model(torch.ones(1, 2)).sum().backward()
+        model.finish_grad_sync()
+
+    simulate(on_each_rank, 4)
+    assert told == {0: [[0, 1], [0, 2]], 1: [[0, 1], [1, 3]], 2: [[2, 3], [0, 2]], 3: [[2, 3], [1, 3]]}
+
+
+def test_a_parameter_that_has_moved_is_named() -> None:
+    """To another device, or to another dtype: its accumulator stays where it was."""
+    model = DistributedDataParallel(nn.Linear(3, 3))
+    entry = model.bucket_params[0]
+    check_same(entry)
+    for was in ({"device": torch.device("meta")}, {"dtype": torch.float64}):
+        before = " on ".join(map(str, (was.get("dtype", torch.float32), was.get("device", "cpu"))))
+        with pytest.raises(RuntimeError, match=f"'bias' is torch.float32 on cpu, and was {before} when it was wrapped"):
+            check_same(entry._replace(**was))
+
+
+def add_a_layer(net: nn.Sequential) -> None:
+    net.append(nn.Linear(3, 3))
+
+
+def exchange_a_layer(net: nn.Sequential) -> None:
+    net[1][0] = nn.Linear(3, 3)
+
+
+def exchange_a_weight(net: nn.Sequential) -> None:
+    net[0].weight = nn.Parameter(torch.ones(3, 3))
+
+
+def cast_a_layer(net: nn.Sequential) -> None:
+    net[0].double()
+
+
+def freeze_a_weight(net: nn.Sequential) -> None:
+    net[1][0].weight.requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (add_a_layer, "parameter '2.weight' requires a gradient, and was frozen or not there"),
+        (exchange_a_layer, "parameter '1.0.weight' requires a gradient, and was frozen or not there"),
+        (exchange_a_weight, "parameter '0.weight' was replaced after wrapping"),
+        (cast_a_layer, "parameter '0.bias' is torch.float64 on cpu, and was torch.float32 on cpu"),
+        (freeze_a_weight, "parameter '1.0.weight' was frozen"),
+    ],
+)
+def test_a_change_behind_forwards_that_found_none_is_seen(change: Callable[[nn.Sequential], None], why: str) -> None:
+    """In the next forward, and where the change comes behind that, before the first reduction."""
+    for late in (False, True):
+        net = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3)))
+        model = DistributedDataParallel(net)
+        for _ in range(2):
+            model(torch.ones(1, 3)).sum().backward()
+            model.finish_grad_sync()
+            model.zero_grad()
+        out = model(torch.ones(1, 3)) if late else None
+        change(net)
+        with pytest.raises(RuntimeError, match=why):
+            model(torch.ones(1, 3)) if out is None else model.finish_grad_sync()
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from towers import Tower
 
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from maingrad.ddp.buckets.graph_walk import differentiable_tensors, walk_graph
+from maingrad.ddp.collectives.step_check import StepCheck
 from maingrad.launch import simulate
 from maingrad.te_integration import Linear
 
@@ -249,6 +250,60 @@ def test_a_graph_is_walked_in_as_many_steps_as_it_has_nodes() -> None:
     assert len(visited) == len(set(visited)) == 8
 
 
+class TwoOutputs(nn.Module):
+    """Two layers' outputs, and a parameter itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 2), nn.Linear(3, 5)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.first(x), self.last(x), self.first.weight
+
+
+def test_a_backward_through_several_outputs_is_one_backward_of_one_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the timeline, and where ranks compare how many of their forwards were used."""
+    happened: list[str] = []
+    for name in ("record_forward", "record_use"):
+        monkeypatch.setattr(StepCheck, name, lambda _, name=name: happened.append(name.removeprefix("record_")))
+    model = DistributedDataParallel(TwoOutputs(), DistributedDataParallelConfig(overlap_grad_reduce=True))
+    x = torch.ones(1, 3)
+    with model.record_timeline() as timeline:
+        with model.no_sync():
+            first, last, _ = model(x)
+            first.sum().backward()
+            last.sum().backward()  # a second one of the same forward
+        first, last, weight = model(x)
+        (first.sum() + last.sum() + weight.sum()).backward()
+        model.finish_grad_sync()
+    assert happened == ["forward", "use"] * 2
+    assert [span.synced for span in timeline.backwards] == [False, False, True]
+    assert len(timeline.buckets) == len(model.buckets)
+    assert torch.equal(model.module.first.weight.main_grad, torch.full((2, 3), 3.0))
+    happened.clear()
+    model.eval()
+    model(x)
+    model.train()
+    with torch.no_grad():
+        model(x)
+    for outputs in (model.module.first.weight, x.argmax(), None):
+        model.module.forward = lambda _, outputs=outputs: outputs
+        model(x)
+    assert happened == [], "which train nothing"
+
+
+def test_a_tied_weight_is_ready_when_its_backward_ends() -> None:
+    """Its bucket is not launched as one of a weight that is not used."""
+    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    net[1].weight = net[0].weight
+    model = DistributedDataParallel(net, DistributedDataParallelConfig(overlap_grad_reduce=True))
+    with model.record_timeline() as timeline:
+        model(torch.ones(1, 3)).sum().backward()
+        model.finish_grad_sync()
+    (bucket,) = timeline.buckets
+    assert bucket.ready < bucket.launched
+
+
 # ---- Layers that run inside a recompute. ----
 
 
@@ -295,3 +350,24 @@ def test_a_model_may_begin_to_recompute_after_its_first_forward(last: str, forwa
         model.finish_grad_sync()
         for mine, plain in zip(net.parameters(), twin.parameters(), strict=True):
             torch.testing.assert_close(mine.main_grad, plain.grad)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_wrapper_may_be_recomputed_in_a_backward_that_has_brought_gradients(overlap: bool) -> None:
+    """Its forward in the backward begins nothing, and gives nothing up."""
+    net = nn.Linear(3, 2)
+    twin = copy.deepcopy(net)
+    model = DistributedDataParallel(net, DistributedDataParallelConfig(overlap_grad_reduce=overlap))
+    x = torch.ones(1, 3, requires_grad=True)
+    with model.no_sync():
+        model(x).square().sum().backward()
+    twin(x).square().sum().backward()
+    calls: list[int] = []
+    net.register_forward_pre_hook(lambda *_: calls.append(len(calls)))
+    for each in (model, twin):
+        hidden = checkpoint(each, x, use_reentrant=False).square()
+        (hidden.sum() + checkpoint(each, 2 * x, use_reentrant=False).square().sum()).backward()
+    assert len(calls) == 4
+    model.finish_grad_sync()
+    for mine, plain in zip(net.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine.main_grad, plain.grad)

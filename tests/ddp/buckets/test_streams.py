@@ -245,3 +245,26 @@ def test_a_step_waits_bucket_by_bucket_where_no_wait_begins_a_second_collective(
         return DistributedDataParallel(nn.Linear(2, 2), config).can_wait_by_bucket
 
     assert simulate(check, 4) == [instances == 1] * 4
+
+
+@pytest.mark.parametrize("instances", [1, 2])
+def test_a_backward_waits_for_memory_where_no_wait_begins_a_second_collective(instances: int) -> None:
+    """For all reductions but the latest two. Ranks come to such waits at different times, in an order of their own."""
+
+    def check() -> list[str]:
+        config = DistributedDataParallelConfig(
+            use_distributed_optimizer=True,
+            overlap_grad_reduce=True,
+            release_grads=True,
+            bucket_size=1,
+            num_distributed_optimizer_instances=instances,
+        )
+        model = DistributedDataParallel(nn.Sequential(*[nn.Linear(8, 8, bias=False) for _ in range(6)]), config)
+        model(torch.ones(1, 8)).sum().backward()
+        phases = [bucket.phase.value for bucket in model.buckets]
+        model.finish_grad_sync()
+        assert {bucket.phase for bucket in model.buckets} == {Phase.REDUCED}
+        return phases
+
+    expected = ["reduced"] * 3 + ["reducing"] * 3 if instances == 1 else ["reducing"] * 6
+    assert simulate(check, 4) == [expected] * 4

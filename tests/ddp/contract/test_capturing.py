@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from maingrad.ddp import DistributedDataParallel
 from maingrad.ddp.collectives import streams
+from maingrad.ddp.contract import torch_wrappers
 from maingrad.ddp.contract.capturing import (
     BackwardCapture,
     CapturedTarget,
@@ -299,3 +300,16 @@ def test_a_product_has_the_target_of_its_kind_and_keeps_it(kind: str, capturing:
     if expected is not AutogradTarget:
         assert not target.serves(weights[::-1], own)
         assert not target.serves(weights[:1], own)
+
+
+def test_a_weight_that_has_main_grad_is_none_of_torchs() -> None:
+    """Though torch's ``fully_shard`` has gathered it: the accumulator that was given comes first."""
+    weights = [nn.Parameter(torch.zeros(2, 2)) for _ in range(2)]
+    for weight in weights:
+        setattr(weight, torch_wrappers._MARK, torch_wrappers.TorchShards(nn.Linear(1, 1)))
+    kinds = []
+    for _ in range(3):
+        made = choose_target(weights, ["one", "two"], GroupedWgrad(weights), "layer", fused=True, queue=None)
+        kinds.append(type(made))
+        weights[len(kinds) == 2].main_grad = torch.zeros(2, 2)  # type: ignore[attr-defined]
+    assert kinds == [torch_wrappers.TorchShardedTarget] * 2 + [WgradTarget]

@@ -13,6 +13,7 @@ from torch import nn
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig
 from maingrad.ddp.contract.module import listen_to_foreign_delays
 from maingrad.ddp.contract.record import GradRecord
+from maingrad.ddp.torch_grads.shown_grad import ShownGrad
 from maingrad.ddp.torch_internals import refuses_storage_reads
 from maingrad.fsdp import fully_shard
 from maingrad.te_integration import GroupedLinear, Linear, WgradQueue, delayed_wgrad
@@ -64,6 +65,8 @@ def test_their_delayed_gradients_count_and_hold_their_bucket(form: str, microbat
                 backward_dw(model)
         for _ in range(lag):
             assert of["2.weight"].phase.value == of["0.weight"].phase.value == "accumulating", iteration
+            for number in (0, 2):  # what they work on themselves may be there
+                assert not isinstance(model[number].weight.grad, ShownGrad), "shown before the last one has come"
             with pytest.raises(RuntimeError, match=r"'2.(weight|bias)' waits for \d of ForeignDelayedLinear"):
                 ddp.finish_grad_sync()
             backward_dw(model)

@@ -1,6 +1,7 @@
 """Models of Hugging Face under ``maingrad.graphed`` on a CPU; twenty on a GPU: ``test_graphed_models_gpu.py``."""
 
 import os
+import sys
 import types
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: nothing here may download
@@ -116,7 +117,9 @@ def test_an_inner_model_is_asked_for_and_not_the_one_around_it() -> None:
 
 
 class Model(nn.Module):
-    def forward(self, x: Tensor, position_ids: Tensor | None = None, attention_mask: Any = None, **more: Any) -> Any:
+    def forward(self, x: Any, position_ids: Tensor | None = None, attention_mask: Any = None, **more: Any) -> Any:
+        if x is None:
+            raise KeyboardInterrupt
         if x.numel() == 0:
             raise ValueError("no tokens")
         self.seen = functions.find_packed_sequence_indices(position_ids)
@@ -147,8 +150,28 @@ def test_a_model_that_is_given_positions_makes_none_of_its_own() -> None:
         with pytest.raises(ValueError, match="no tokens"):
             model(torch.ones(0))
         assert masks._own == [], "a forward that has raised is over"
+        with pytest.raises(KeyboardInterrupt), masks.answered():
+            model(None)
+        assert masks._own == [], "and so is one that was interrupted, for which torch calls no hook"
         with masks.answered():
             pass
         assert functions.find_packed_sequence_indices is not before, "until the last has left"
     assert own == [True, True, False, False, False, False, False, False]
     assert functions.find_packed_sequence_indices is before
+
+
+def test_models_inside_a_model_are_asked_and_compiled_ones_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.compile would trace what notes their arguments."""
+    own = type("Own", (Model,), {})
+    monkeypatch.setitem(sys.modules, "transformers", types.SimpleNamespace(PreTrainedModel=own))  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "transformers.masking_utils", functions)  # type: ignore[arg-type]
+    other, plain, compiled = Model(), own(), own()
+    compiled.compile()
+    masks = ModelMasks(nn.ModuleList([other, plain, compiled]))
+    with masks.answered():
+        assert [len(model._forward_pre_hooks) for model in (other, plain, compiled)] == [0, 1, 0]
+    assert [len(model._forward_pre_hooks) for model in (other, plain, compiled)] == [0, 0, 0]
+    monkeypatch.delattr(functions, "find_packed_sequence_indices")
+    masks = ModelMasks(plain)
+    with masks.answered():
+        assert not plain._forward_pre_hooks, "another version of transformers"

@@ -1,5 +1,6 @@
 """Effects on the host that a replay would lose: a graphed step does them again, takes another graph, or refuses."""
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from maingrad import graphed
 from maingrad.ddp import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -14,6 +16,8 @@ from maingrad.ddp import (
     GraphedTrainingStep,
 )
 from maingrad.ddp.collectives.streams import is_capturing
+from maingrad.ddp.graphs import step_graphs
+from maingrad.ddp.graphs.capture import CapturedGraph
 from maingrad.ddp.graphs.inputs import StaticInputs, check_outputs, detached_copies, signature
 from maingrad.ddp.graphs.step_options import StepOptions
 from maingrad.fsdp import fully_shard
@@ -559,3 +563,89 @@ def test_options_of_any_group_and_of_the_optimizer_are_another_kind_of_call() ->
         setattr(optimizer, name, True)
         assert options.key() != key
         key = options.key()
+
+
+def test_a_group_that_an_optimizer_has_lost_takes_its_rate_along() -> None:
+    optimizer, options = adam()
+    options.load()
+    lost = optimizer.param_groups.pop()
+    options.load()
+    with options.in_device_memory():
+        assert [float(group["lr"]) for group in optimizer.param_groups] == [0.5]
+    assert (optimizer.param_groups[0]["lr"], lost["lr"]) == (0.5, 0.25)
+
+
+# ---- What is let go. ----
+
+
+def job_of(max_graphs: int = 8) -> tuple[nn.Module, GraphedTrainingStep[..., Any]]:
+    model = DistributedDataParallel(nn.Linear(4, 4))
+    optimizer = DistributedOptimizer(model, lr=2**-7)
+
+    def train_step(x: Tensor) -> None:
+        model(x).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return model, GraphedTrainingStep(train_step, model, optimizer, num_warmup_steps=1, max_graphs=max_graphs)
+
+
+def test_a_graph_is_freed_as_soon_as_it_serves_no_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a reset, by a capture of the same call, and when what was around its calls is long past."""
+    freed: list[CapturedGraph] = []
+    reset = CapturedGraph.reset
+
+    def noted(graph: CapturedGraph) -> None:
+        freed.extend([graph] * graph.is_captured)
+        reset(graph)
+
+    monkeypatch.setattr(CapturedGraph, "reset", noted)
+    model, step = job_of(max_graphs=1)
+    x = torch.ones(2, 4)
+    step(x)
+    step(x)
+    step(x)
+    assert freed == []
+    call = ((x,), {})
+    step.capture(step.kind_of(call, step.state()[0]), call)
+    assert (len(freed), step.num_graphs) == (1, 1)
+    for expected in (1, 2):
+        model.module.register_forward_hook(lambda *_: None)
+        step.state()
+        assert len(freed) == expected
+    step.reset()
+    assert len(freed) == 2
+    step(x)
+    step(x)
+    step.reset()
+    assert len(freed) == 3
+
+
+def test_what_is_beside_a_graphed_step_is_let_go_by_a_reset() -> None:
+    """Calls were compared with it: here a module that was replaced since."""
+    model, step = job_of()
+    model.module.beside = nn.Identity()
+    step(torch.ones(2, 4))
+    before = weakref.ref(model.module.beside)
+    model.module.beside = nn.Identity()
+    model(torch.ones(2, 4))  # the wrapper looks at its modules anew
+    step.reset()
+    assert before() is None
+
+
+def test_eager_calls_of_very_many_kinds_are_counted_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else their kinds, each of which keeps what was around it, would fill the memory of the host."""
+    monkeypatch.setattr(step_graphs, "_MOST_KINDS", 3)
+    model = DistributedDataParallel(nn.Linear(4, 4))
+    optimizer = DistributedOptimizer(model, lr=2**-7)
+
+    def train_step(x: Tensor) -> None:
+        model(x).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step, graphs = graphed(train_step, model, optimizer, record_on_cpu=True), []
+    for rows in (2, 3, 4, 5, 2, 2, 2):
+        step(torch.ones(rows, 4))
+        graphs.append(step.num_graphs)
+    assert graphs == [0] * 6 + [1]

@@ -412,6 +412,15 @@ def test_beside_a_gpu_tensors_and_numbers_of_the_cpu_are_the_hosts(kind: str) ->
     assert (state.change() is None, state.draws() is None) == ((kind == "cpu",) * 2)
 
 
+def test_a_generator_of_the_device_is_none_of_the_hosts() -> None:
+    """Replays draw from it."""
+    own = type("OnDevice", (torch.Generator,), {"device": torch.device("cuda")})()
+    state = look(lambda: own)
+    state.begin_call()
+    torch.rand(1, generator=own)
+    assert (state.change(), state.draws()) == (None, None)
+
+
 # ---- Whose code is looked into. ----
 
 
