@@ -175,6 +175,8 @@ def test_a_parameter_is_in_the_first_group_that_selects_it() -> None:
         ([{"params": 3}], TypeError, r"param_groups\[0\]: select .* got int"),
         ({"params": "a"}, TypeError, "a sequence of dicts"),
         ("a", TypeError, "a sequence of dicts"),
+        ({}, TypeError, "a sequence of dicts"),
+        ("", TypeError, "a sequence of dicts"),
         ([groups[0], "a"], TypeError, "a sequence of dicts"),
     ):
         with pytest.raises(error, match=message):  # type: ignore[call-overload]

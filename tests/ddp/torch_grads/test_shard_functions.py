@@ -12,6 +12,7 @@ from maingrad.ddp.collectives.rank_grid import RankGrid
 from maingrad.ddp.plan.model_slice import ModelSlice, slice_of_blocks, slice_of_copy
 from maingrad.ddp.torch_grads.grad_reads import reads_nothing, writes
 from maingrad.ddp.torch_grads.over_ranks import ShardInfo, everyone_of, norms, whole
+from maingrad.ddp.torch_grads.sharded_grad import make_sharded_grad
 from maingrad.launch import simulate
 
 ALONE = RankGrid(None, None, None)
@@ -139,3 +140,29 @@ def test_norms_of_gradients_without_a_whole_are_one_of_all(ord: float) -> None:
     assert (len(first), len(second)) == (2, 1)
     for found in (first, second):
         torch.testing.assert_close(torch.stack(found).norm(ord), expected)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0), (2, 0, 1)])
+@pytest.mark.parametrize("bad", [0, 1])
+def test_inf_is_looked_for_over_the_ranks_of_each_gradient(order: tuple[int, ...], bad: int) -> None:
+    """One gradient over both ranks, one that this rank has alone, and a plain one: all ranks hear of each."""
+
+    def on_each_rank() -> list[float]:
+        two, rank = RankGrid(dist.group.WORLD, None, None), dist.get_rank()
+        found = []
+        for index in range(3):
+            grads: list[Tensor] = [
+                make_sharded_grad(torch.ones(3), info(6, 3 * rank, 3 * rank + 3, grid=two, everyone=two)),
+                make_sharded_grad(torch.ones(2), info(2)),
+                torch.ones(4),
+            ]
+            if rank == bad:
+                (grads[index] if index == 2 else grads[index].to_local()).fill_(math.inf)
+            inf, scale = torch.zeros(1), torch.full((1,), 0.5)
+            torch._amp_foreach_non_finite_check_and_unscale_([grads[each] for each in order], inf, scale)
+            found.append(inf.item())
+            expected = 0.5 if rank != bad or index != 0 else math.inf
+            assert (grads[0].to_local() == expected).all()
+        return found
+
+    assert simulate(on_each_rank, 2) == [[1.0, 1.0, float(2 in order)]] * 2

@@ -163,3 +163,63 @@ def test_elements_of_this_rank_are_flat_and_the_whole_gradient_has_the_parameter
 
     counts = simulate(on_each_rank, 3)
     assert sum(counts) == sum(param.numel() for param in make_model().parameters())
+
+
+def test_norms_of_a_stage_whose_tensor_parallel_ranks_are_told_are_allowed() -> None:
+    """Other ranks of the program have other stages: they are outside of the model's ranks."""
+
+    def on_each_rank(told: bool) -> float:
+        _, tensor = pairs()
+        layer = nn.Linear(4, 2, bias=False)
+        nn.init.ones_(layer.weight)
+        layer.weight.tensor_model_parallel, layer.weight.partition_dim = True, 0
+        ddp = DistributedDataParallel(layer, process_group=WORLD_OF_ONE, tensor_parallel_group=tensor if told else None)
+        ddp(torch.full((1, 4), 1.0 + dist.get_rank())).sum().backward()
+        if told:
+            assert not ddp.slices
+            return torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1e9).item()
+        assert ddp.slices == {"weight"}
+        with pytest.raises(RuntimeError, match="parameter 'weight' is a slice of tensor parallelism"):
+            torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1e9)
+        return 0.0
+
+    first, second = (8 * (1 + 4)) ** 0.5, (8 * (9 + 16)) ** 0.5
+    assert simulate(on_each_rank, 4, True) == pytest.approx([first, first, second, second])
+    simulate(on_each_rank, 4, False)
+
+
+def test_a_parameter_that_is_no_slice_has_norms_beside_slices_of_unknown_ranks() -> None:
+    def on_each_rank() -> tuple[float, float]:
+        net = nn.Sequential(nn.Linear(4, 2, bias=False), nn.Linear(2, 2, bias=False))
+        nn.init.ones_(net[0].weight)
+        net[0].weight.tensor_model_parallel = True
+        ddp = DistributedDataParallel(net, process_group=WORLD_OF_ONE)
+        ddp(torch.ones(1, 4)).sum().backward()
+        norm = net[1].weight.grad.norm().item()
+        with pytest.raises(RuntimeError, match=r"parameter '0\.weight' is a slice of tensor parallelism"):
+            net[0].weight.grad.norm()
+        return norm, net[1].weight.main_grad.norm().item()
+
+    for norm, expected in simulate(on_each_rank, 2):
+        assert norm == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("optimizer_class", [torch.optim.SGD, None])
+def test_a_plain_tensor_in_place_of_an_experts_gradient_is_refused_where_each_rank_has_its_own(
+    optimizer_class: type[torch.optim.Optimizer] | None,
+) -> None:
+    def on_each_rank() -> None:
+        net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        for param in net[1].parameters():
+            param.allreduce = False
+        ddp = DistributedDataParallel(net, expert_process_group=WORLD_OF_ONE)
+        optimizer: Any = (
+            DistributedOptimizer(ddp) if optimizer_class is None else optimizer_class(ddp.parameters(), 0.1)
+        )
+        ddp(torch.ones(1, 4)).sum().backward()
+        net[0].weight.grad = torch.ones(4, 4)
+        net[1].bias.grad = torch.ones(4)
+        with pytest.raises(RuntimeError, match=r"\.grad of parameter '1\.bias' was replaced by a plain tensor"):
+            optimizer.step()
+
+    simulate(on_each_rank, 2)
