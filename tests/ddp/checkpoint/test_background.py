@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from maingrad.ddp import load_checkpoint, prepare_background_saves, save_checkpoint
 from maingrad.ddp.checkpoint import background
+from maingrad.ddp.checkpoint.background import PendingSave
 from maingrad.ddp.checkpoint.source import CheckpointRanks
 from maingrad.ddp.collectives.failure_report import CollectiveError
 from maingrad.fsdp import fully_shard
@@ -464,6 +465,12 @@ def test_files_of_a_background_save_stay_where_a_rank_is_gone(
     def fails(*_: Any) -> None:
         raise error
 
+    def give_up(self: PendingSave, **options: float) -> None:
+        gives_up(self, **options)
+        time.sleep(0.1)  # the save's thread looks meanwhile
+
+    gives_up = PendingSave.give_up
+    monkeypatch.setattr(PendingSave, "give_up", give_up)
     monkeypatch.setattr(background, "write_rank_file", lambda *_: None)  # the file comes too late
     pending = save_checkpoint(tmp_path / "c", nn.Linear(2, 2), background=True)
     monkeypatch.setattr(CheckpointRanks, "run_on_all_ranks", fails)

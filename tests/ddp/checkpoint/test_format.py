@@ -21,7 +21,14 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.checkpoint import load as torchs_load
 
-from maingrad.ddp import load_checkpoint, save_checkpoint
+from maingrad.ddp import (
+    WORLD_OF_ONE,
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    DistributedOptimizer,
+    load_checkpoint,
+    save_checkpoint,
+)
 from maingrad.ddp.checkpoint.files import rank_file
 from maingrad.ddp.checkpoint.files.boxes import Box, Part, boxes_of_range
 from maingrad.ddp.checkpoint.files.manifest import (
@@ -362,3 +369,83 @@ def test_what_is_written_goes_to_the_disk_meanwhile(tmp_path: Path, monkeypatch:
     monkeypatch.delattr(os, "posix_fadvise")
     save_checkpoint(tmp_path / "d", nn.Linear(32, 32))
     load_checkpoint(tmp_path / "d", nn.Linear(32, 32))
+
+
+class Kinds(nn.Module):
+    """Whole, cut, tied, frozen and an expert's parameters, one without elements, and buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(64, 3, bias=False, dtype=torch.bfloat16)
+        self.down, self.other = nn.Linear(8, 16), nn.Linear(8, 16, bias=False)
+        self.other.weight = self.down.weight
+        self.frozen = nn.Linear(2, 2, bias=False).requires_grad_(False)
+        self.expert = nn.Linear(4, 2, bias=False)
+        self.expert.weight.allreduce = False
+        self.empty = nn.Parameter(torch.zeros(0, 2))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("scratch", torch.zeros(2), persistent=False)
+
+
+def save_of_kinds(folder: Path) -> None:
+    ddp = DistributedDataParallel(
+        Kinds(), DistributedDataParallelConfig(use_distributed_optimizer=True), expert_process_group=WORLD_OF_ONE
+    )
+    groups = [{"params": "*.bias", "lr": 0.5, "betas": [0.5, 0.75]}, {"params": "up.*", "optimizer": torch.optim.SGD}]
+    optimizer = DistributedOptimizer(ddp, lr=0.25, param_groups=groups)
+    save_checkpoint(folder / "new", ddp, optimizer)
+    ddp.finish_grad_sync()
+    optimizer.step()
+    save_checkpoint(folder / "stepped", ddp, optimizer, extra={"step": 1})
+    save_checkpoint(folder / "weights", ddp)
+
+
+def test_a_manifest_says_what_is_where(tmp_path: Path) -> None:
+    simulate(save_of_kinds, 2, tmp_path)
+    new, stepped, weights_alone = (Manifest.read(tmp_path / name) for name in ("new", "stepped", "weights"))
+    for manifest in (new, stepped, weights_alone):
+        assert manifest.tied == {"other.weight": "down.weight"}
+        assert manifest.num_expert_sets == 2
+        assert {name: entry.shape for name, entry in manifest.tensors.items()} == {
+            "up.weight": (3, 64),
+            "down.weight": (16, 8),
+            "down.bias": (16,),
+            "frozen.weight": (2, 2),
+            "expert.weight@expert_set_0_of_2": (2, 4),
+            "expert.weight@expert_set_1_of_2": (2, 4),
+            "empty": (0, 2),
+            "count": (),
+        }
+        assert {name for name, entry in manifest.tensors.items() if entry.is_buffer} == {"count"}
+    assert stepped.extra == {"step": 1} and new.extra is weights_alone.extra is weights_alone.optimizer is None
+    fp32, half = torch.float32, torch.bfloat16
+    for name, entry in weights_alone.tensors.items():
+        assert [*entry.dtypes] == ["model"] and entry.group is None and entry.scalars == {}
+        assert len(entry.boxes) == 1 and entry.boxes[0][1].sizes == entry.shape, name
+    assert {rank for entry in weights_alone.tensors.values() for rank, _ in entry.boxes} == {0, 1}
+    moments = {"state.exp_avg": fp32, "state.exp_avg_sq": fp32}
+    step = {"step": {"tensor": 1.0, "dtype": "float32"}}
+    for name, entry in new.tensors.items():
+        assert entry.dtypes == {"model": half, "master": fp32} if name == "up.weight" else "model" in entry.dtypes
+        assert not entry.state and entry.scalars == {}
+    assert {name: (entry.group, entry.dtypes, entry.scalars) for name, entry in stepped.tensors.items()} == {
+        "up.weight": (1, {"model": half, "master": fp32}, {}),
+        "down.weight": (2, {"model": fp32, **moments}, step),
+        "down.bias": (0, {"model": fp32, **moments}, step),
+        "frozen.weight": (None, {"model": fp32}, {}),
+        "expert.weight@expert_set_0_of_2": (2, {"model": fp32, **moments}, step),
+        "expert.weight@expert_set_1_of_2": (2, {"model": fp32, **moments}, step),
+        "empty": (2, {"model": fp32}, {}),
+        "count": (None, {"model": torch.int64}, {}),
+    }
+    for index in range(2):
+        ((rank, box),) = stepped.tensors[f"expert.weight@expert_set_{index}_of_2"].boxes
+        assert (rank, box.offsets, box.sizes) == (index, (0, 0), (2, 4))
+    cut = sorted((box.offsets, box.sizes, rank) for rank, box in stepped.tensors["up.weight"].boxes)
+    assert cut == [((0, 0), (2, 64), 0), ((2, 0), (1, 64), 1)]
+    assert stepped.optimizer is not None
+    assert stepped.optimizer.optimizer_class == "AdamW, SGD, AdamW"
+    assert [group["lr"] for group in stepped.optimizer.groups] == [0.5, 0.001, 0.25]
+    assert [group.get("betas") for group in stepped.optimizer.groups] == [[0.5, 0.75], None, [0.9, 0.999]]
+    known = {"params", "param_names", "fused", "foreach", "capturable", "differentiable"}
+    assert all(known.isdisjoint(group) for group in stepped.optimizer.groups)

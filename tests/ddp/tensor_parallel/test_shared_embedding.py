@@ -198,9 +198,10 @@ def norm_beside_experts() -> float:
     return clip_grad_norm(model, 100.0, pipeline_group=dist.group.WORLD).item()
 
 
-def test_the_shared_weight_counts_once_beside_experts() -> None:
-    square = 2 * 5 * 1**2 + 3 * (2 + 2) ** 2 + 2 * 4 * 3**2
-    assert simulate(norm_beside_experts, 2) == pytest.approx([square**0.5] * 2)
+@pytest.mark.parametrize("stages", [2, 3])
+def test_the_shared_weight_counts_once_beside_experts(stages: int) -> None:
+    square = stages * 5 * 1**2 + 3 * (2 * stages) ** 2 + stages * 4 * 3**2
+    assert simulate(norm_beside_experts, stages) == pytest.approx([square**0.5] * stages)
 
 
 def on_one_stage() -> bool:

@@ -85,6 +85,7 @@ def test_a_fused_layer_that_is_frozen_before_its_backward_gets_no_gradient(delay
     ddp.module.first.requires_grad_(False)
     loss.backward()
     queue.drain()
+    assert ddp.module.first.weight.grad is None and ddp.module.head.weight.grad is not None
     ddp.module.first.requires_grad_(True)
     ddp.finish_grad_sync()
     assert not ddp.module.first.weight.main_grad.any()
