@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from maingrad.fsdp import fully_shard
+from maingrad.fsdp.module import root_of
 from maingrad.launch import simulate
 
 WIDTH = 5
@@ -232,3 +233,32 @@ def test_a_unit_that_calls_itself_is_sent_once(reentrant: bool | None) -> None:
     words = [word for rank, word in schedule if rank == 0]
     words = words[words.index("backward") :]
     assert sum(word.startswith("launch reduce_scatter") for word in words) == 2, words
+
+
+def over_its_own_outputs(model: nn.Module, batches: Any) -> None:
+    """Two outermost forwards, of which the second follows the first: backward is in both at once."""
+    mean_loss(model(model(batches[0]))).backward()
+
+
+@pytest.mark.parametrize("kind", ["zero3", "zero2", "hsdp"])
+def test_a_model_may_run_over_its_own_outputs(kind: str) -> None:
+    """Its unit is passed when backward has passed both forwards, and is reduced once."""
+
+    def make() -> Any:
+        torch.manual_seed(0)
+        return nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+
+    def on_each_rank() -> list[int]:
+        model, twin = make(), make()
+        fully_shard(model, **options_of(kind))
+        launcher, launched = root_of(model).grads.launcher, []
+        launch = launcher.launch
+        launcher.launch = lambda bucket, *args: (launched.append(bucket.index), launch(bucket, *args))[1]
+        for _ in range(2):
+            over_its_own_outputs(model, batches_of(dist.get_rank(), 1))
+            everyones = [batches_of(rank, 1) for rank in range(ranks_of(kind))]
+            assert_same_grads(model, plain_grads(twin, over_its_own_outputs, everyones))
+            model.zero_grad()
+        return launched
+
+    assert simulate(on_each_rank, ranks_of(kind)) == [[0, 0]] * ranks_of(kind)

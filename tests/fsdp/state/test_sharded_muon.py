@@ -21,6 +21,7 @@ from maingrad.ddp import (
     save_checkpoint,
 )
 from maingrad.fsdp import fully_shard
+from maingrad.fsdp.state import sharded_muon
 from maingrad.fsdp.state.sharded_muon import ShardedMuon
 from maingrad.launch import simulate
 
@@ -312,6 +313,61 @@ def test_a_matrix_without_a_gradient_stays() -> None:
         return [param.detach() for param in params]
 
     assert all(map(torch.equal, weights_of(is_sharded=True), weights_of(is_sharded=False)))
+
+
+def test_a_matrix_that_moves_to_another_group_has_that_ones_options() -> None:
+    model: Any = fully_shard(make_net())
+    first, second = model[0].weight, model[1].linear.weight
+    optimizer = ShardedMuon([{"params": [first], "lr": 0.1}, {"params": [second], "lr": 0.0}], lr=0.1)
+    for moved in (False, True):
+        if moved:
+            optimizer.param_groups[1]["params"].insert(0, optimizer.param_groups[0]["params"].pop())
+        before = first.detach().clone(), second.detach().clone()
+        train(model, optimizer, range(1))
+        assert torch.equal(first.detach(), before[0]) is moved
+        assert torch.equal(second.detach(), before[1])
+
+
+@pytest.mark.parametrize(
+    ("shapes", "expected"),
+    [
+        pytest.param([[(48, 16), (16, 16)]], [1, 1], id="the second of a bucket is whole on the first rank"),
+        pytest.param([[(16, 16)], [(16, 16)], [(64, 64)]], [1, 2], id="the costliest first"),
+        pytest.param([[(64, 64)], [(16, 16)], [(16, 16)]], [1, 2], id="in any order"),
+    ],
+)
+def test_cut_matrices_go_to_the_rank_with_the_least_work(
+    shapes: list[list[tuple[int, int]]], expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Work on matrices that a rank has whole counts. Each inner list is a unit."""
+    done = [0] * 2
+    orthogonalize = sharded_muon.orthogonalize
+
+    def counted(whole: Tensor, *args: Any) -> Tensor:
+        done[torch.distributed.get_rank()] += len(whole)
+        return orthogonalize(whole, *args)
+
+    monkeypatch.setattr(sharded_muon, "orthogonalize", counted)
+
+    class Matrices(nn.Module):
+        def __init__(self, shapes: list[tuple[int, int]]) -> None:
+            super().__init__()
+            self.all = nn.ParameterList([torch.randn(shape) for shape in shapes])
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + sum(each.square().sum() for each in self.all)
+
+    def on_each_rank() -> None:
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(*map(Matrices, shapes))
+        for module in (*model, model):
+            fully_shard(module)
+        optimizer = ShardedMuon(list(model.parameters()), lr=0.1)
+        model(torch.ones(1, requires_grad=True)).sum().backward()
+        optimizer.step()
+
+    simulate(on_each_rank, 2)
+    assert done == expected
 
 
 def test_a_scaler_skips_the_step_of_all_classes() -> None:
