@@ -235,6 +235,76 @@ def test_a_unit_that_calls_itself_is_sent_once(reentrant: bool | None) -> None:
     assert sum(word.startswith("launch reduce_scatter") for word in words) == 2, words
 
 
+class InTurns(nn.Linear):
+    """Calls another one between two products, which calls it again."""
+
+    other: list[nn.Module]
+
+    def forward(self, x: Tensor, depth: int = 2) -> Tensor:
+        x = super().forward(x).tanh()
+        if depth:
+            x = self.other[0](x, depth - 1)
+        return super().forward(x).tanh()
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_units_that_call_each_other_in_turns_are_whole_until_the_outer_call_has_ended(trains: bool) -> None:
+    def make() -> Any:
+        torch.manual_seed(0)
+        model = nn.ModuleDict({"first": InTurns(16, 16), "second": InTurns(16, 16)})
+        model["first"].other, model["second"].other = [model["second"]], [model["first"]]
+        return model
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = make()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layers["first"](x)
+
+    twin = Outer()
+    expected = twin(torch.ones(2, 16)).square().mean()
+    expected.backward()
+
+    def on_each_rank() -> list[Tensor]:
+        model: Any = Outer()
+        for module in (*model.layers.values(), model):
+            fully_shard(module)
+        for _ in range(2):  # the first one learns the order
+            model.zero_grad()
+            with torch.set_grad_enabled(trains):
+                loss = model(torch.ones(2, 16)).square().mean()
+            torch.testing.assert_close(loss, expected)
+            if trains:
+                loss.backward()
+        assert not any(unit.gathered for unit in model.units[1:])
+        return [param.grad.full_tensor() for param in model.parameters()] if trains else []
+
+    for grads in simulate(on_each_rank, 2):
+        torch.testing.assert_close(grads, [param.grad for param in twin.parameters()][: len(grads)])
+
+
+def test_outputs_without_a_graph_beside_one_with_a_graph_stay_as_they_are() -> None:
+    """One of them leads backward into the unit."""
+
+    class Gate(nn.Linear):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            x = super().forward(x)
+            return x, (x > 0).float()
+
+    def on_each_rank() -> None:
+        model: Any = nn.Sequential(Gate(WIDTH, WIDTH))
+        for module in (model[0], model):
+            fully_shard(module)
+        kept: list[Tensor] = []
+        model[0].register_forward_hook(lambda module, args, outputs: kept.append(outputs[1]))
+        y, gate = model(torch.ones(2, WIDTH))
+        assert y.requires_grad and not gate.requires_grad and gate is kept[0]
+
+    simulate(on_each_rank, 2)
+
+
 def over_its_own_outputs(model: nn.Module, batches: Any) -> None:
     """Two outermost forwards, of which the second follows the first: backward is in both at once."""
     mean_loss(model(model(batches[0]))).backward()
