@@ -332,3 +332,31 @@ def test_a_model_may_run_over_its_own_outputs(kind: str) -> None:
         return launched
 
     assert simulate(on_each_rank, ranks_of(kind)) == [[0, 0]] * ranks_of(kind)
+
+
+@pytest.mark.parametrize("kind", ["zero3", "zero1", "hsdp", "hsdp_zero1", "zero3, once"])
+@pytest.mark.sampled(2)
+def test_a_model_of_units_may_run_over_its_own_outputs(kind: str) -> None:
+    """Units inside are reduced for each of the two forwards, and sums have both."""
+
+    def make() -> Any:
+        torch.manual_seed(0)
+        return nn.Sequential(*[nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(3)])
+
+    def run(model: Any, batches: Any) -> None:
+        with no_sync(model):
+            over_its_own_outputs(model, batches[:1])
+        over_its_own_outputs(model, batches[1:])
+
+    def on_each_rank() -> None:
+        model, twin = make(), make()
+        for module in (*model[:2], model):
+            fully_shard(module, **options_of(kind))
+        for step in range(2):
+            run(model, batches_of(dist.get_rank(), 2, step=step))
+            everyones = [batches_of(rank, 2, step=step) for rank in range(ranks_of(kind))]
+            assert_same_grads(model, plain_grads(twin, run, everyones))
+            assert not any(unit.gathered for unit in model.units) or kind == "zero1"
+            model.zero_grad()
+
+    simulate(on_each_rank, ranks_of(kind))
