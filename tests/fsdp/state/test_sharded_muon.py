@@ -13,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from maingrad import make_optimizer
 from maingrad.ddp import (
+    WORLD_OF_ONE,
     DistributedDataParallel,
     DistributedDataParallelConfig,
     DistributedOptimizer,
@@ -368,6 +369,37 @@ def test_cut_matrices_go_to_the_rank_with_the_least_work(
 
     simulate(on_each_rank, 2)
     assert done == expected
+
+
+@pytest.mark.parametrize("experts_first", [True, False])
+def test_experts_that_each_rank_has_alone_are_orthogonalised_there(experts_first: bool) -> None:
+    """Beside matrices that all ranks share: their groups have other sizes."""
+
+    def make() -> Any:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False))
+
+    def on_each_rank() -> list[Tensor]:
+        model = make()
+        fully_shard(model[not experts_first], mesh=WORLD_OF_ONE)
+        fully_shard(model)
+        optimizer = ShardedMuon(list(model.parameters()), lr=0.1)
+        for _ in range(2):
+            model(torch.ones(2, 16)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return list(whole(model).values())
+
+    plain = make()
+    optimizer = Muon(list(plain.parameters()), lr=0.1)
+    for _ in range(2):
+        plain(torch.ones(2, 16)).square().mean().backward()
+        plain[not experts_first].weight.grad /= 3  # a rank's part of the mean
+        optimizer.step()
+        optimizer.zero_grad()
+    for found in simulate(on_each_rank, 3):
+        for mine, theirs in zip(found, plain.parameters(), strict=True):
+            torch.testing.assert_close(mine, theirs.detach(), rtol=1e-3, atol=1e-4)
 
 
 def test_a_scaler_skips_the_step_of_all_classes() -> None:

@@ -170,6 +170,8 @@ def load_every_kind(placement: str) -> None:
         RuntimeError, match=r"up.weight: size mismatch, of shape \[3, 3\], and the whole parameter is \[15, 7"
     ):
         other.load_state_dict({**expected, "up.weight": torch.zeros(3, 3)})
+    with pytest.raises(RuntimeError, match=r'"up.weight", expected torch.Tensor'):
+        other.load_state_dict({**expected, "up.weight": [1.0]})
     with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "up.weight"'):
         other.load_state_dict({name: value for name, value in expected.items() if name != "up.weight"})
     with pytest.raises(ValueError, match=r"load_state_dict\(assign=True\): parameter '\S+' is a view of this rank's"):
