@@ -277,6 +277,19 @@ def test_modules_without_parameters_may_come_and_go() -> None:
     step_of(model)
 
 
+def test_the_parameter_of_before_sharding_is_none_of_the_models_any_more() -> None:
+    """It has no memory, and no unit reduces its gradient; registered by another name it is refused."""
+    model = Net()
+    before = model.blocks[1].linear.weight
+    shard_blocks(model)
+    step_of(model)
+    model.blocks[1].linear.former = before
+    with pytest.raises(
+        RuntimeError, match=r"parameter 'linear.former' of unit 'blocks.1' was not there at fully_shard"
+    ):
+        step_of(model)
+
+
 def test_a_parameter_that_is_added_frozen_is_the_programs_own() -> None:
     model = Net()
     shard_blocks(model)

@@ -226,9 +226,11 @@ def look_at_memory(kind: str, groups: int) -> None:
     if kind == "blocks":
         assert all(behind[:-1])  # what comes next is under way
     assert not gathered(model)
-    with torch.no_grad():
+    with torch.no_grad(), model.record_timeline() as timeline:
         model(batch(0, 0))
     assert not gathered(model)
+    num_buckets = sum(len(unit.buckets) for unit in root_of(model).units)
+    assert len(timeline.gathers) == num_buckets, "none comes twice: what is ahead of use stays until then"
 
 
 @pytest.mark.parametrize(
