@@ -285,22 +285,27 @@ def test_units_that_call_each_other_in_turns_are_whole_until_the_outer_call_has_
         torch.testing.assert_close(grads, [param.grad for param in twin.parameters()][: len(grads)])
 
 
-def test_outputs_without_a_graph_beside_one_with_a_graph_stay_as_they_are() -> None:
-    """One of them leads backward into the unit."""
+def test_outputs_beside_an_input_that_is_handed_on_stay_as_they_are() -> None:
+    """The input becomes a view. What has no graph gets none: another output leads backward into the unit."""
 
     class Gate(nn.Linear):
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            x = super().forward(x)
-            return x, (x > 0).float()
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            y = super().forward(x)
+            return y, (y > 0).float(), x
 
     def on_each_rank() -> None:
         model: Any = nn.Sequential(Gate(WIDTH, WIDTH))
         for module in (model[0], model):
             fully_shard(module)
         kept: list[Tensor] = []
-        model[0].register_forward_hook(lambda module, args, outputs: kept.append(outputs[1]))
-        y, gate = model(torch.ones(2, WIDTH))
-        assert y.requires_grad and not gate.requires_grad and gate is kept[0]
+        model[0].register_forward_hook(lambda module, args, outputs: kept.extend(outputs))
+        x = torch.ones(2, WIDTH, requires_grad=True)
+        y, gate, same = model(x)
+        assert y.requires_grad and not gate.requires_grad
+        assert y is kept[0] and gate is kept[1] and same is not x
+        (y.sum() + same.sum()).backward()
+        with model.unsharded():
+            torch.testing.assert_close(x.grad, 1.0 + model[0].weight.sum(0).expand(2, WIDTH))
 
     simulate(on_each_rank, 2)
 

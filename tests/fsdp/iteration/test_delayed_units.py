@@ -384,7 +384,9 @@ def test_24_gradients_of_one_unit_that_were_cleared_end_no_delays() -> None:
     """Those of the others are wanted still. Where all were cleared, the forward begins a new iteration."""
 
     def on_each_rank() -> None:
-        model, _ = two_models("zero3")
+        model: Any = Delaying()
+        for module in (*model.blocks, model):
+            fully_shard(module)
         first, second = batches_of(dist.get_rank(), 2)
         backward_and_drain(model, first, WgradQueue())
         for param in model.blocks[0].parameters():

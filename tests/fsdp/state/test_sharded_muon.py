@@ -330,17 +330,18 @@ def test_a_matrix_that_moves_to_another_group_has_that_ones_options() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shapes", "expected"),
+    ("shapes", "num_alone", "expected"),
     [
-        pytest.param([[(48, 16), (16, 16)]], [1, 1], id="the second of a bucket is whole on the first rank"),
-        pytest.param([[(16, 16)], [(16, 16)], [(64, 64)]], [1, 2], id="the costliest first"),
-        pytest.param([[(64, 64)], [(16, 16)], [(16, 16)]], [1, 2], id="in any order"),
+        pytest.param([[(48, 16), (16, 16)]], 0, [1, 1], id="the second of a bucket is whole on the first rank"),
+        pytest.param([[(16, 16)], [(16, 16)], [(64, 64)]], 0, [1, 2], id="the costliest first"),
+        pytest.param([[(64, 64)], [(16, 16)], [(16, 16)]], 0, [1, 2], id="in any order"),
+        pytest.param([[(8, 8)], [(16, 16)], [(16, 16)]], 1, [2, 2], id="beside an expert of each rank"),
     ],
 )
 def test_cut_matrices_go_to_the_rank_with_the_least_work(
-    shapes: list[list[tuple[int, int]]], expected: list[int], monkeypatch: pytest.MonkeyPatch
+    shapes: list[list[tuple[int, int]]], num_alone: int, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Work on matrices that a rank has whole counts. Each inner list is a unit."""
+    """Work on matrices that a rank has whole counts. Each inner list is a unit; the first are each rank's alone."""
     done = [0] * 2
     orthogonalize = sharded_muon.orthogonalize
 
@@ -361,8 +362,8 @@ def test_cut_matrices_go_to_the_rank_with_the_least_work(
     def on_each_rank() -> None:
         torch.manual_seed(0)
         model: Any = nn.Sequential(*map(Matrices, shapes))
-        for module in (*model, model):
-            fully_shard(module)
+        for index, module in enumerate((*model, model)):
+            fully_shard(module, mesh=WORLD_OF_ONE if index < num_alone else None)
         optimizer = ShardedMuon(list(model.parameters()), lr=0.1)
         model(torch.ones(1, requires_grad=True)).sum().backward()
         optimizer.step()
