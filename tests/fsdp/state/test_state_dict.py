@@ -329,6 +329,8 @@ def test_save_pretrained_is_refused_where_it_would_write_one_ranks_part() -> Non
         fully_shard(model)
         with pytest.raises(RuntimeError, match=r"save_pretrained of FSDPPretrained.*within model.unsharded\(\)"):
             model.save_pretrained("folder")
+        with pytest.raises(RuntimeError, match="whose parameters are sharded"):
+            model.save_pretrained("folder", state_dict=None)
         with model.inside.unsharded(), pytest.raises(RuntimeError, match="whose parameters are sharded"):
             model.save_pretrained("folder")
         model.unshard()  # and not the module inside
