@@ -69,7 +69,9 @@ def finalize_weight_grads(weights: list[Any], wgrads: list[Any]) -> list[Any]:
     lead = weights[0]
     if not is_distributed_weight(lead):
         return list(wgrads)
-    return _as_list(lead.finalize_group_grads(wgrads if len(wgrads) > 1 else wgrads[0]))
+    returned = lead.finalize_group_grads(wgrads if len(wgrads) > 1 else wgrads[0])
+    assert isinstance(returned, list) == (len(wgrads) > 1), "it returns what it is given: one, or one of each"
+    return _as_list(returned)
 
 
 def wgrad_buffer(weight: Any) -> tuple[Tensor, bool]:
