@@ -64,7 +64,7 @@ def connect_units(
     failures.grids = [*(bucket.reduction.grid for bucket in buckets), RankGrid(model_ranks.tensor, None, None)]
     index = 0
     for bucket in buckets:
-        bucket.connect(index if bucket.trainable else -1, failures)
+        bucket.connect(index, failures)
         index += bucket.trainable
 
 

@@ -165,7 +165,7 @@ class ShardedBucket:
         self._gathered_version = -1
 
     def connect(self, index: int, failures: FailureReporter) -> None:
-        """Join the model's buckets: ``index`` is the place in backward's order, -1 without gradients."""
+        """Join the model's buckets: ``index`` is the place in backward's order among those with gradients."""
         wholes = [pair.whole for pair in self.pairs]
         self.whole_params.refusal = (
             f"the memory of the whole parameters ({self.name}) was freed after the forward of their unit, and this "

@@ -7,6 +7,7 @@ Transformer Engine from 2.19 on has the protocol in ``distributed_weight.py``, w
   backward is asked; of plain weights a weak reference tells the accumulator;
 - the first weight of a group is asked for all; every weight is asked for its own ``grad_buffer``;
 - ``get_main_grad`` of a weight with ``__fsdp_param__`` is preferred to ``grad_buffer``;
+- the weight itself is asked for in backward where its input's gradient is;
 - the product of a distributed weight overwrites its buffer, and ``finalize_group_grads`` gets the buffers, or tensors
   of ``main_grad``'s dtype where the module does not fuse;
 - what ``finalize_group_grads`` returns goes to autograd. The operations (``te.ops``) discard it, return memory with any
@@ -68,7 +69,9 @@ def finalize_weight_grads(weights: list[Any], wgrads: list[Any]) -> list[Any]:
     lead = weights[0]
     if not is_distributed_weight(lead):
         return list(wgrads)
-    return _as_list(lead.finalize_group_grads(wgrads if len(wgrads) > 1 else wgrads[0]))
+    returned = lead.finalize_group_grads(wgrads if len(wgrads) > 1 else wgrads[0])
+    assert isinstance(returned, list) == (len(wgrads) > 1), "it returns what it is given: one, or one of each"
+    return _as_list(returned)
 
 
 def wgrad_buffer(weight: Any) -> tuple[Tensor, bool]:
@@ -100,9 +103,10 @@ class _Grouped(torch.autograd.Function):
         buffers: list[tuple[Tensor, bool]] | None = None
         if ctx.operation and ctx.needs_wgrad:
             buffers = [wgrad_buffer(weight) for weight in origins]
-        full = materialize_weight_for_backward(weights)
-        dys, xs = grads[0].split(ctx.splits), x.split(ctx.splits)
-        dx = torch.cat([dy @ weight for dy, weight in zip(dys, full, strict=True)])
+        dys, xs, dx = grads[0].split(ctx.splits), x.split(ctx.splits), None
+        if ctx.needs_input_grad[0]:
+            full = materialize_weight_for_backward(weights)
+            dx = torch.cat([dy @ weight for dy, weight in zip(dys, full, strict=True)])
         if not ctx.needs_wgrad:
             return (dx, *[None] * (3 + len(weights)))
         wgrads = []

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from maingrad.fsdp import fully_shard
+from maingrad.fsdp.module import root_of
 from maingrad.launch import simulate
 
 WIDTH = 5
@@ -233,3 +234,135 @@ def test_a_unit_that_calls_itself_is_sent_once(reentrant: bool | None) -> None:
     words = [word for rank, word in schedule if rank == 0]
     words = words[words.index("backward") :]
     assert sum(word.startswith("launch reduce_scatter") for word in words) == 2, words
+
+
+class InTurns(nn.Linear):
+    """Calls another one between two products, which calls it again."""
+
+    other: list[nn.Module]
+
+    def forward(self, x: Tensor, depth: int = 2) -> Tensor:
+        x = super().forward(x).tanh()
+        if depth:
+            x = self.other[0](x, depth - 1)
+        return super().forward(x).tanh()
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_units_that_call_each_other_in_turns_are_whole_until_the_outer_call_has_ended(trains: bool) -> None:
+    def make() -> Any:
+        torch.manual_seed(0)
+        model = nn.ModuleDict({"first": InTurns(16, 16), "second": InTurns(16, 16)})
+        model["first"].other, model["second"].other = [model["second"]], [model["first"]]
+        return model
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = make()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layers["first"](x)
+
+    twin = Outer()
+    expected = twin(torch.ones(2, 16)).square().mean()
+    expected.backward()
+
+    def on_each_rank() -> list[Tensor]:
+        model: Any = Outer()
+        for module in (*model.layers.values(), model):
+            fully_shard(module)
+        for _ in range(2):  # the first one learns the order
+            model.zero_grad()
+            with torch.set_grad_enabled(trains):
+                loss = model(torch.ones(2, 16)).square().mean()
+            torch.testing.assert_close(loss, expected)
+            if trains:
+                loss.backward()
+        assert not any(unit.gathered for unit in model.units[1:])
+        return [param.grad.full_tensor() for param in model.parameters()] if trains else []
+
+    for grads in simulate(on_each_rank, 2):
+        torch.testing.assert_close(grads, [param.grad for param in twin.parameters()][: len(grads)])
+
+
+def test_outputs_beside_an_input_that_is_handed_on_stay_as_they_are() -> None:
+    """The input becomes a view. What has no graph gets none: another output leads backward into the unit."""
+
+    class Gate(nn.Linear):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            y = super().forward(x)
+            return y, (y > 0).float(), x
+
+    def on_each_rank() -> None:
+        model: Any = nn.Sequential(Gate(WIDTH, WIDTH))
+        for module in (model[0], model):
+            fully_shard(module)
+        kept: list[Tensor] = []
+        model[0].register_forward_hook(lambda module, args, outputs: kept.extend(outputs))
+        x = torch.ones(2, WIDTH, requires_grad=True)
+        y, gate, same = model(x)
+        assert y.requires_grad and not gate.requires_grad
+        assert y is kept[0] and gate is kept[1] and same is not x
+        (y.sum() + same.sum()).backward()
+        with model.unsharded():
+            torch.testing.assert_close(x.grad, 1.0 + model[0].weight.sum(0).expand(2, WIDTH))
+
+    simulate(on_each_rank, 2)
+
+
+def over_its_own_outputs(model: nn.Module, batches: Any) -> None:
+    """Two outermost forwards, of which the second follows the first: backward is in both at once."""
+    mean_loss(model(model(batches[0]))).backward()
+
+
+@pytest.mark.parametrize("kind", ["zero3", "zero2", "hsdp"])
+def test_a_model_may_run_over_its_own_outputs(kind: str) -> None:
+    """Its unit is passed when backward has passed both forwards, and is reduced once."""
+
+    def make() -> Any:
+        torch.manual_seed(0)
+        return nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+
+    def on_each_rank() -> list[int]:
+        model, twin = make(), make()
+        fully_shard(model, **options_of(kind))
+        launcher, launched = root_of(model).grads.launcher, []
+        launch = launcher.launch
+        launcher.launch = lambda bucket, *args: (launched.append(bucket.index), launch(bucket, *args))[1]
+        for _ in range(2):
+            over_its_own_outputs(model, batches_of(dist.get_rank(), 1))
+            everyones = [batches_of(rank, 1) for rank in range(ranks_of(kind))]
+            assert_same_grads(model, plain_grads(twin, over_its_own_outputs, everyones))
+            model.zero_grad()
+        return launched
+
+    assert simulate(on_each_rank, ranks_of(kind)) == [[0, 0]] * ranks_of(kind)
+
+
+@pytest.mark.parametrize("kind", ["zero3", "zero1", "hsdp", "hsdp_zero1", "zero3, once"])
+@pytest.mark.sampled(2)
+def test_a_model_of_units_may_run_over_its_own_outputs(kind: str) -> None:
+    """Units inside are reduced for each of the two forwards, and sums have both."""
+
+    def make() -> Any:
+        torch.manual_seed(0)
+        return nn.Sequential(*[nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(3)])
+
+    def run(model: Any, batches: Any) -> None:
+        with no_sync(model):
+            over_its_own_outputs(model, batches[:1])
+        over_its_own_outputs(model, batches[1:])
+
+    def on_each_rank() -> None:
+        model, twin = make(), make()
+        for module in (*model[:2], model):
+            fully_shard(module, **options_of(kind))
+        for step in range(2):
+            run(model, batches_of(dist.get_rank(), 2, step=step))
+            everyones = [batches_of(rank, 2, step=step) for rank in range(ranks_of(kind))]
+            assert_same_grads(model, plain_grads(twin, run, everyones))
+            assert not any(unit.gathered for unit in model.units) or kind == "zero1"
+            model.zero_grad()
+
+    simulate(on_each_rank, ranks_of(kind))

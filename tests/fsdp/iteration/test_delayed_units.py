@@ -380,6 +380,25 @@ def test_24_a_queue_that_is_drained_leaves_the_units_name_until_the_step() -> No
     simulate(on_each_rank, 2)
 
 
+def test_24_gradients_of_one_unit_that_were_cleared_end_no_delays() -> None:
+    """Those of the others are wanted still. Where all were cleared, the forward begins a new iteration."""
+
+    def on_each_rank() -> None:
+        model: Any = Delaying()
+        for module in (*model.blocks, model):
+            fully_shard(module)
+        first, second = batches_of(dist.get_rank(), 2)
+        backward_and_drain(model, first, WgradQueue())
+        for param in model.blocks[0].parameters():
+            param.grad = None
+        with pytest.raises(RuntimeError, match=r"^a forward after the iteration's last backward"):
+            model(second)
+        model.zero_grad()
+        model(second)
+
+    simulate(on_each_rank, 2)
+
+
 def test_24_a_step_over_two_models_ends_the_delays_of_both() -> None:
     def on_each_rank() -> None:
         models, queue = two_models("zero3"), WgradQueue()

@@ -15,7 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from maingrad.ddp import WORLD_OF_ONE, DistributedDataParallel, DistributedDataParallelConfig
 from maingrad.ddp.collectives import step_check
+from maingrad.ddp.collectives.failure_report import CollectiveError
 from maingrad.fsdp import fully_shard
+from maingrad.fsdp.module import root_of
 from maingrad.launch import simulate
 
 WIDTH = 4
@@ -158,6 +160,26 @@ def test_a_program_that_catches_it_goes_on(kind: str) -> None:
 
     for found, expected in zip(simulate(on_each_rank, 2, True), simulate(on_each_rank, 2, False), strict=True):
         assert all(map(torch.equal, found, expected))
+
+
+def test_a_collective_that_fails_is_no_difference_between_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was reduced is kept, and nobody waits for other reductions of ranks that may be gone."""
+
+    def on_each_rank() -> None:
+        model = sharded(lambda rank, number: range(NUM_BLOCKS), "zero3")
+        train(model, 1)
+        grads = root_of(model).grads
+
+        def fail() -> None:
+            raise CollectiveError("a peer is gone")
+
+        monkeypatch.setattr(grads.steps, "finish", fail)
+        with pytest.raises(CollectiveError, match="a peer is gone"):
+            model(torch.ones(2, WIDTH)).sum().backward()
+        assert all(param.grad is not None for param in model.parameters())
+        assert grads.under_way and not grads.were_mixed
+
+    simulate(on_each_rank, 2)
 
 
 def test_an_evaluation_on_other_units(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -509,8 +509,10 @@ def test_backward_passes_a_unit_by_any_of_its_inputs(how: str) -> None:
     assert simulate(on_each_rank, 2) == [[[0], [0, 1], [1, 2]]] * 2
 
 
-def test_nothing_is_gathered_ahead_of_a_unit_that_comes_in_another_place() -> None:
-    """The first unit foretells the second, as in the forward before. Then the fourth comes, and foretells nothing."""
+@pytest.mark.parametrize("trains", [False, True])
+def test_nothing_is_gathered_ahead_of_a_unit_that_comes_in_another_place(trains: bool) -> None:
+    """The first unit foretells the second, as in the forward before. Then the fourth comes, and foretells nothing. It
+    was the last before, and is freed, as it is not now."""
 
     class InOrder(nn.Sequential):
         order = (0, 1, 2, 3)
@@ -527,8 +529,10 @@ def test_nothing_is_gathered_ahead_of_a_unit_that_comes_in_another_place() -> No
             layer.look = lambda: [index for index, unit in enumerate(model.units[1:]) if unit.gathered]
         fully_shard(model)
         for model.order in ((0, 1, 2, 3), (0, 1, 2, 3), (0, 3, 1, 2)):
-            with torch.no_grad():
-                model(torch.ones(2, 8))
+            with torch.set_grad_enabled(trains):
+                loss = model(torch.ones(2, 8)).sum()
+            if trains:
+                loss.backward()
         return [model[index].in_forward for index in model.order]
 
     assert simulate(on_each_rank, 2) == [[[0, 1], [1, 3], [1], [2]]] * 2

@@ -486,21 +486,24 @@ def test_ranks_that_are_not_all_save_among_themselves(tmp_path: Path) -> None:
         assert_same(loaded, expected)
 
 
-def with_units_of_two_meshes(folder: Path, seed: int) -> dict[str, Tensor]:
-    """One unit over all ranks, one inside instances."""
+def with_units_of_two_meshes(folder: Path, seed: int, other: dict[str, Any]) -> dict[str, Tensor]:
+    """One unit over all ranks, one inside instances; ``other``: the placements of the first one, perhaps."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 5))
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
     fully_shard(model[0], mesh=mesh, placements="hsdp")
-    fully_shard(model)
+    fully_shard(model, **({"mesh": mesh} if other else {}), **other)
     (save_checkpoint if seed == 0 else load_checkpoint)(folder, model, adamw(model))
     with model.unsharded():
         return {name: param.detach().clone() for name, param in model.named_parameters()}
 
 
-def test_units_may_have_meshes_of_their_own(tmp_path: Path) -> None:
-    expected = simulate(with_units_of_two_meshes, 4, tmp_path / "c", 0)
-    for actual, other in zip(simulate(with_units_of_two_meshes, 4, tmp_path / "c", 1), expected, strict=True):
+@pytest.mark.parametrize("placements", [{}, {"placements": "hsdp_zero1"}], ids=["another mesh", "hsdp_zero1"])
+def test_units_may_have_meshes_of_their_own(tmp_path: Path, placements: dict[str, Any]) -> None:
+    """Or the same, over whose instances one unit is sharded, and the other is not."""
+    expected = simulate(with_units_of_two_meshes, 4, tmp_path / "c", 0, placements)
+    found = simulate(with_units_of_two_meshes, 4, tmp_path / "c", 1, placements)
+    for actual, other in zip(found, expected, strict=True):
         assert_same(actual, other)
     assert json.loads((tmp_path / "c" / "maingrad.json").read_text())["num_expert_sets"] == 1
 

@@ -22,6 +22,7 @@ from sharded_twin import (
 )
 from torch import Tensor, nn
 
+from maingrad.fsdp import fully_shard
 from maingrad.launch import simulate
 
 Optimizer = torch.optim.Optimizer
@@ -178,6 +179,36 @@ def test_weights_changed_between_steps_are_gathered_anew(kind: str, change: Call
                 torch.testing.assert_close(model(batches_of(9, 1)[0]), twin(batches_of(9, 1)[0]))
 
     loop(kind, body)
+
+
+@pytest.mark.parametrize("kind", ["zero1", "zero2", "zero3", "hsdp_zero1"])
+@pytest.mark.parametrize("bucket_size", [None, 1])
+@pytest.mark.sampled(4)
+def test_a_change_of_one_parameter_is_gathered(kind: str, bucket_size: int | None) -> None:
+    """The other one was written more often before, and its bucket has not changed since the last gather."""
+
+    def on_each_rank() -> None:
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
+        for module in (model[0], model):
+            fully_shard(module, bucket_size=bucket_size, **options_of(kind))
+        model.set_reshard_after_forward(False)
+        x = torch.ones(1, 5)
+        with torch.no_grad():
+            for _ in range(3):
+                for layer in model:
+                    layer.weight.mul_(1.0)
+            with model.unsharded():
+                rows = model[1].weight.sum(1)
+            before = model(x)
+            for index in (1, 0):
+                model[index].bias.add_(1.0)
+                after = model(x)
+                moved = 1.0 if index else rows
+                torch.testing.assert_close(after, before + moved)
+                before = after
+
+    simulate(on_each_rank, KINDS[kind])
 
 
 def test_each_of_two_fused_steps_reaches_whole_parameters_at_rest() -> None:

@@ -237,6 +237,34 @@ def test_a_checkpoint_of_bf16_and_fp32_shards_has_masters_and_moments(cls: Any, 
         assert torch.equal(expected[mine]["exp_avg"], stock.state[theirs]["exp_avg"])
 
 
+def test_fp64_shards_are_saved_as_they_are(tmp_path: Path) -> None:
+    """Also if the model computes in bf16, in which a file has the weights of fp32 shards beside their masters."""
+    made = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        model: Any = nn.Linear(8, 8, dtype=torch.float64)
+        made.append(fully_shard(model, mixed_precision=MixedPrecisionPolicy(param_dtype=torch.bfloat16)))
+    save_checkpoint(tmp_path / "c", made[0])
+    load_checkpoint(tmp_path / "c", made[1])
+    assert made[0].weight.dtype is torch.float64
+    for mine, theirs in zip(*(model.parameters() for model in made), strict=True):
+        assert torch.equal(mine.detach(), theirs.detach())
+
+
+def test_gradients_may_have_another_dtype_in_each_step() -> None:
+    """A program puts them into ``.grad``, which takes any."""
+    model, other = make(), make()
+    optimizer, expected = (ShardedAdamW(each.parameters(), **HYPER) for each in (model, other))
+    generator = torch.Generator().manual_seed(0)
+    for dtype in (torch.float32, torch.bfloat16, torch.float32):
+        for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+            theirs.grad = torch.randn(mine.shape, generator=generator).bfloat16().float()
+            mine.grad = theirs.grad.detach().to(dtype)
+        optimizer.step()
+        expected.step()
+    assert all(map(torch.equal, optimizer.masters().values(), expected.masters().values()))
+
+
 def test_flattened_state_is_refused_where_fp32_shards_come_first() -> None:
     """They have no remainder, by whose name such a state dict is known."""
     model: Any = fully_shard(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8, dtype=torch.bfloat16)))

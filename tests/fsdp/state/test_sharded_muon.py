@@ -13,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from maingrad import make_optimizer
 from maingrad.ddp import (
+    WORLD_OF_ONE,
     DistributedDataParallel,
     DistributedDataParallelConfig,
     DistributedOptimizer,
@@ -21,6 +22,7 @@ from maingrad.ddp import (
     save_checkpoint,
 )
 from maingrad.fsdp import fully_shard
+from maingrad.fsdp.state import sharded_muon
 from maingrad.fsdp.state.sharded_muon import ShardedMuon
 from maingrad.launch import simulate
 
@@ -312,6 +314,93 @@ def test_a_matrix_without_a_gradient_stays() -> None:
         return [param.detach() for param in params]
 
     assert all(map(torch.equal, weights_of(is_sharded=True), weights_of(is_sharded=False)))
+
+
+def test_a_matrix_that_moves_to_another_group_has_that_ones_options() -> None:
+    model: Any = fully_shard(make_net())
+    first, second = model[0].weight, model[1].linear.weight
+    optimizer = ShardedMuon([{"params": [first], "lr": 0.1}, {"params": [second], "lr": 0.0}], lr=0.1)
+    for moved in (False, True):
+        if moved:
+            optimizer.param_groups[1]["params"].insert(0, optimizer.param_groups[0]["params"].pop())
+        before = first.detach().clone(), second.detach().clone()
+        train(model, optimizer, range(1))
+        assert torch.equal(first.detach(), before[0]) is moved
+        assert torch.equal(second.detach(), before[1])
+
+
+@pytest.mark.parametrize(
+    ("shapes", "num_alone", "expected"),
+    [
+        pytest.param([[(48, 16), (16, 16)]], 0, [1, 1], id="the second of a bucket is whole on the first rank"),
+        pytest.param([[(16, 16)], [(16, 16)], [(64, 64)]], 0, [1, 2], id="the costliest first"),
+        pytest.param([[(64, 64)], [(16, 16)], [(16, 16)]], 0, [1, 2], id="in any order"),
+        pytest.param([[(8, 8)], [(16, 16)], [(16, 16)]], 1, [2, 2], id="beside an expert of each rank"),
+    ],
+)
+def test_cut_matrices_go_to_the_rank_with_the_least_work(
+    shapes: list[list[tuple[int, int]]], num_alone: int, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Work on matrices that a rank has whole counts. Each inner list is a unit; the first are each rank's alone."""
+    done = [0] * 2
+    orthogonalize = sharded_muon.orthogonalize
+
+    def counted(whole: Tensor, *args: Any) -> Tensor:
+        done[torch.distributed.get_rank()] += len(whole)
+        return orthogonalize(whole, *args)
+
+    monkeypatch.setattr(sharded_muon, "orthogonalize", counted)
+
+    class Matrices(nn.Module):
+        def __init__(self, shapes: list[tuple[int, int]]) -> None:
+            super().__init__()
+            self.all = nn.ParameterList([torch.randn(shape) for shape in shapes])
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + sum(each.square().sum() for each in self.all)
+
+    def on_each_rank() -> None:
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(*map(Matrices, shapes))
+        for index, module in enumerate((*model, model)):
+            fully_shard(module, mesh=WORLD_OF_ONE if index < num_alone else None)
+        optimizer = ShardedMuon(list(model.parameters()), lr=0.1)
+        model(torch.ones(1, requires_grad=True)).sum().backward()
+        optimizer.step()
+
+    simulate(on_each_rank, 2)
+    assert done == expected
+
+
+@pytest.mark.parametrize("experts_first", [True, False])
+def test_experts_that_each_rank_has_alone_are_orthogonalised_there(experts_first: bool) -> None:
+    """Beside matrices that all ranks share: their groups have other sizes."""
+
+    def make() -> Any:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False))
+
+    def on_each_rank() -> list[Tensor]:
+        model = make()
+        fully_shard(model[not experts_first], mesh=WORLD_OF_ONE)
+        fully_shard(model)
+        optimizer = ShardedMuon(list(model.parameters()), lr=0.1)
+        for _ in range(2):
+            model(torch.ones(2, 16)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return list(whole(model).values())
+
+    plain = make()
+    optimizer = Muon(list(plain.parameters()), lr=0.1)
+    for _ in range(2):
+        plain(torch.ones(2, 16)).square().mean().backward()
+        plain[not experts_first].weight.grad /= 3  # a rank's part of the mean
+        optimizer.step()
+        optimizer.zero_grad()
+    for found in simulate(on_each_rank, 3):
+        for mine, theirs in zip(found, plain.parameters(), strict=True):
+            torch.testing.assert_close(mine, theirs.detach(), rtol=1e-3, atol=1e-4)
 
 
 def test_a_scaler_skips_the_step_of_all_classes() -> None:

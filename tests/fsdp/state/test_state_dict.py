@@ -13,9 +13,10 @@ from gloo import run_ranks
 from loops import assert_same
 from odd_units import Odd, mesh_for, shard, shard_by_torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from maingrad.ddp import load_checkpoint, save_checkpoint
 from maingrad.ddp.plan.cut import Range
 from maingrad.fsdp import FSDPModule, fully_shard
 from maingrad.fsdp.state.state_dict import exchange, rows_of_rank
@@ -170,6 +171,8 @@ def load_every_kind(placement: str) -> None:
         RuntimeError, match=r"up.weight: size mismatch, of shape \[3, 3\], and the whole parameter is \[15, 7"
     ):
         other.load_state_dict({**expected, "up.weight": torch.zeros(3, 3)})
+    with pytest.raises(RuntimeError, match=r'"up.weight", expected torch.Tensor'):
+        other.load_state_dict({**expected, "up.weight": [1.0]})
     with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "up.weight"'):
         other.load_state_dict({name: value for name, value in expected.items() if name != "up.weight"})
     with pytest.raises(ValueError, match=r"load_state_dict\(assign=True\): parameter '\S+' is a view of this rank's"):
@@ -326,6 +329,8 @@ def test_save_pretrained_is_refused_where_it_would_write_one_ranks_part() -> Non
         fully_shard(model)
         with pytest.raises(RuntimeError, match=r"save_pretrained of FSDPPretrained.*within model.unsharded\(\)"):
             model.save_pretrained("folder")
+        with pytest.raises(RuntimeError, match="whose parameters are sharded"):
+            model.save_pretrained("folder", state_dict=None)
         with model.inside.unsharded(), pytest.raises(RuntimeError, match="whose parameters are sharded"):
             model.save_pretrained("folder")
         model.unshard()  # and not the module inside
@@ -338,3 +343,68 @@ def test_save_pretrained_is_refused_where_it_would_write_one_ranks_part() -> Non
 
     simulate(on_each_rank, 2)
     assert not hasattr(fully_shard(nn.Linear(4, 6)), "save_pretrained")
+
+
+class TwoNames(nn.Module):
+    """A parameter of two names in one module, and a unit of two names in the module around it."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first = nn.Linear(4, 5)
+        self.first.again = self.first.bias
+        self.second = self.first
+        self.rest = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rest(self.first(x) + self.second(x))
+
+
+@pytest.mark.parametrize("placement", ["zero3", "hsdp_zero1"])
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.sampled(2)
+def test_what_has_two_names_is_saved_and_loaded_by_each(placement: str, inside: bool, tmp_path: Path) -> None:
+    def build(seed: int) -> Any:
+        model = TwoNames(seed)
+        for module in (model.first, model) if inside else (model,):
+            fully_shard(module, mesh=mesh_for(placement), placements=placement)
+        return model
+
+    def round_trip() -> None:
+        model, wanted = build(1), TwoNames(1).state_dict()
+        state = model.state_dict()
+        assert state.keys() == wanted.keys() and len(state) == 8
+        assert_same(whole(state), wanted)
+        for given in (state, wanted, dict(reversed(state.items()))):
+            other = build(2)
+            other.load_state_dict(given)
+            assert_same(whole(other.state_dict()), wanted)
+        other = build(2)
+        kept = {name: value for name, value in state.items() if name not in ("first.again", "second.weight")}
+        assert set(other.load_state_dict(kept, strict=False).missing_keys) == {"first.again", "second.weight"}
+        assert_same(whole(other.state_dict()), wanted)
+        save_checkpoint(tmp_path / "c", model)
+        other = build(2)
+        load_checkpoint(tmp_path / "c", other)
+        assert_same(whole(other.state_dict()), wanted)
+        assert torch.equal(other(torch.ones(2, 4)), model(torch.ones(2, 4)))
+
+    simulate(round_trip, 4)
+
+
+def test_dtensors_of_another_mesh_with_as_many_ranks_are_loaded() -> None:
+    """With the same placements, over instances of other ranks."""
+
+    def load() -> None:
+        model, expected = shard(Odd(1), "hsdp", mesh_for("hsdp")), Odd(2).state_dict()
+        turned = DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("outer", "inner"))
+        state = {
+            name: distribute_tensor(value, turned, [Replicate(), Shard(0) if value.ndim else Replicate()])
+            for name, value in expected.items()
+            if name != "seen"
+        }
+        assert state["cube"].placements == model.state_dict()["cube"].placements
+        model.load_state_dict({**state, "seen": expected["seen"]})
+        assert_same(whole(model.state_dict()), expected)
+
+    simulate(load, 4)

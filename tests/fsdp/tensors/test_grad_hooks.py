@@ -164,3 +164,30 @@ def test_a_hook_may_remove_itself_and_add_another() -> None:
         return called
 
     assert simulate(train, RANKS) == [["once", "other", "other", "added"]] * RANKS
+
+
+@pytest.mark.parametrize("placements", ["zero3", "zero1"])
+def test_a_hook_is_called_where_no_backward_has_come(placements: str) -> None:
+    """``.grad`` is complete there too, and zeros."""
+
+    def train() -> list[str]:
+        model: Any = make_model()
+        for module in (model[0], model[2], model):
+            fully_shard(module, placements=placements)
+        called: list[str] = []
+
+        def note(param: Any) -> None:
+            called.append(param.shard.name)
+            assert bool(param.grad.full_tensor().any()) is param.shard.name.startswith("0")
+            param.grad = None
+
+        for param in model.parameters():
+            param.register_post_accumulate_grad_hook(note)
+        for step in range(2):
+            model(batch(step, dist.get_rank()))
+            model[0](batch(step, dist.get_rank())).sum().backward()
+            model.finish_grad_sync()
+        return sorted(called)
+
+    names = ["0.bias", "0.weight", "2.bias", "2.weight"]
+    assert simulate(train, RANKS) == [sorted(names * 2)] * RANKS

@@ -70,6 +70,11 @@ def test_methods_of_modules_keep_their_arguments() -> None:
     assert len(list(model.named_parameters(remove_duplicate=False))) == 4
     model.register_buffer("scale", torch.ones(()))
     count, scale = model[1].num_batches_tracked, model.scale
+    model(torch.ones(3, 2)).sum().backward()
+    memory = [param.grad.to_local().data_ptr() for param in model.parameters()]
+    model.to_empty(device="cpu")
+    assert [param.grad.to_local().data_ptr() for param in model.parameters()] == memory
+    count = model[1].num_batches_tracked
     model.to_empty(device="cpu", recurse=False)
     assert model[1].num_batches_tracked is count, "a module inside, and so not emptied"
     assert model.scale is not scale
@@ -112,12 +117,14 @@ def test_what_forward_has_left_gathered_is_freed_by_hand() -> None:
         model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         fully_shard(model[0], reshard_after_forward=False)
         fully_shard(model)
-        unit = model.units[1]
+        unit, memory = model.units[1], []
+        model[0].register_forward_hook(lambda module, *_: memory.append(module.weight.detach().untyped_storage()))
         loss = model(torch.ones(2, 4)).sum()
-        assert unit.gathered
+        assert unit.gathered and memory[0].nbytes() > 0
         for _ in range(2):
             model[0].reshard()
             assert not unit.gathered
+            assert memory[0].nbytes() == 0, "the graph, which keeps the parameter, keeps no memory"
         model[0].unshard()
         model[0].unshard()
         model[0].reshard()
@@ -268,6 +275,17 @@ def test_modules_without_parameters_may_come_and_go() -> None:
     model.blocks[1] = torch.nn.Sequential(model.blocks[1])
     step_of(model)
     step_of(model)
+
+
+def test_the_parameter_of_before_sharding_is_none_of_the_models_any_more() -> None:
+    """It has no memory, and no unit reduces its gradient; registered by another name it is refused."""
+    model = Net()
+    before = model.blocks[1].linear.weight
+    shard_blocks(model)
+    step_of(model)
+    model.blocks[1].linear.former = before
+    with pytest.raises(RuntimeError, match=r"'linear.former' of unit 'blocks.1' was not there at fully_shard"):
+        step_of(model)
 
 
 def test_a_parameter_that_is_added_frozen_is_the_programs_own() -> None:

@@ -226,9 +226,11 @@ def look_at_memory(kind: str, groups: int) -> None:
     if kind == "blocks":
         assert all(behind[:-1])  # what comes next is under way
     assert not gathered(model)
-    with torch.no_grad():
+    with torch.no_grad(), model.record_timeline() as timeline:
         model(batch(0, 0))
     assert not gathered(model)
+    num_buckets = sum(len(unit.buckets) for unit in root_of(model).units)
+    assert len(timeline.gathers) == num_buckets, "none comes twice: what is ahead of use stays until then"
 
 
 @pytest.mark.parametrize(
@@ -643,3 +645,42 @@ def ignore() -> None:
 
 def test_modules_that_do_not_ask_are_gathered_with_their_unit() -> None:
     simulate(ignore, 2)
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_module_whose_input_needs_no_gradient_asks_for_no_weight_in_backward(fuse: bool, microbatches: int) -> None:
+    """Its gradient is handed over all the same, and reduced."""
+
+    def on_each_rank() -> None:
+        models = []
+        for asked in (False, True):
+            torch.manual_seed(0)
+            layers = [AskingLinear(WIDTH, WIDTH, bias=False, fuse=fuse or not asked) for _ in range(2)]
+            models.append(fully_shard(nn.Sequential(*layers, nn.Linear(WIDTH, 4)), distributed_weights=asked))
+        for step in range(2):
+            for model in models:
+                model.zero_grad()
+                for index in range(microbatches):
+                    with model.no_sync() if index < microbatches - 1 else nullcontext():
+                        model(batch(step, index)).square().mean().backward()
+            assert_alike(grads_of(models[1]), grads_of(models[0]))
+
+    simulate(on_each_rank, 2)
+
+
+def test_weights_that_stay_until_backward_are_gathered_once_an_iteration() -> None:
+    """Frozen ones are freed when backward asks for others, and not in the forward that follows."""
+
+    def gathers() -> list[int]:
+        model = make("half frozen", asked=True, reshard_after_forward=False)
+        counts = []
+        for step in range(3):
+            with model.record_timeline() as timeline:
+                one_iteration(model, step, 1)
+            counts.append(len(timeline.gathers))
+            model.zero_grad()
+        num_buckets = sum(len(unit.buckets) for unit in root_of(model).units)
+        return [count - num_buckets for count in counts]
+
+    assert simulate(gathers, 2) == [[0, 0, 0]] * 2

@@ -93,6 +93,10 @@ def test_a_module_that_nobody_initialises_is_refused() -> None:
         ValueError, match=r"Net has parameters or buffers on the meta device and no reset_parameters\(\)"
     ):
         shard_blocks(on_meta(Net), device="cpu")
+    linear = on_meta(lambda: nn.Linear(2, 2))
+    linear.reset_parameters = None
+    with pytest.raises(ValueError, match=r"Linear has parameters .* and no reset_parameters\(\)"):
+        fully_shard(linear, device="cpu")
 
 
 def test_without_a_device() -> None:
@@ -343,6 +347,23 @@ def test_a_part_that_nobody_writes_is_refused() -> None:
 
     with pytest.raises(ValueError, match=r"'weight' of Linear .* no value in 15 of 25 elements"):
         fully_shard(on_meta(lambda: nn.Linear(5, 5)), device="cpu", init_fn=initialise)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.float16, torch.complex64])
+def test_a_part_of_a_buffer_that_nobody_writes_is_refused(dtype: torch.dtype) -> None:
+    """Whose elements have at least four bytes, or two that are NaN."""
+
+    class Table(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(2, 2)
+            self.register_buffer("table", torch.ones(4, dtype=dtype))
+
+    def initialise(module: nn.Module) -> None:
+        module.reset_parameters()
+        module.table[:3] = 1
+
+    with pytest.raises(ValueError, match=r"buffer 'table' of Table .* no value in [12] of [48] elements"):
+        fully_shard(on_meta(Table), device="cpu", init_fn=initialise)
 
 
 @pytest.mark.parametrize("writer", [0, 1])

@@ -79,6 +79,28 @@ def test_a_mesh_of_one_instance_and_instances_of_one_rank() -> None:
             train_beside("zero3", shard=shard, ranks=2)
 
 
+@pytest.mark.in_turn
+@pytest.mark.parametrize("shape", [(3, 1), (3, 2)])
+@pytest.mark.parametrize("row", ["hsdp", "hsdp_zero1", "hybrid"])
+@pytest.mark.sampled(3)
+def test_three_instances(row: str, shape: tuple[int, int]) -> None:
+    """Training, and state dicts to and from whole tensors."""
+
+    def shard(model: nn.Module, **_: Any) -> None:
+        shard_blocks(model, placements=row, mesh=torch.distributed.init_device_mesh("cpu", shape), bucket_size=20)
+        state = model.state_dict()
+        values = {name: value.full_tensor() for name, value in state.items()}
+        torch.manual_seed(0)
+        plain = Net().double().state_dict()
+        assert all(torch.equal(values[name], value) for name, value in plain.items())
+        model.load_state_dict({name: value * 2.0 for name, value in plain.items()})
+        for name, value in model.state_dict().items():
+            assert torch.equal(value.full_tensor(), plain[name] * 2.0), name
+        model.load_state_dict(state)
+
+    train_beside("zero3", shard=shard, ranks=shape[0] * shape[1])
+
+
 # ---- Parameters. ----
 
 
@@ -405,6 +427,24 @@ def test_attributes_of_a_parameter_are_those_of_both_of_its_forms() -> None:
     assert (model.weight.note, model.weight.shard.name) == ("kept", "weight")
     with model.unsharded():
         assert (model.weight.note, model.weight.shard) == ("kept", "a program's own")
+
+
+def test_a_module_of_two_names_is_broadcast_once() -> None:
+    """Each of its parameters and buffers."""
+    schedule: list[tuple[int, str]] = []
+
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            norm = nn.BatchNorm1d(5)
+            self.first, self.second = nn.Sequential(nn.Linear(5, 5), norm), nn.Sequential(nn.Linear(5, 5), norm)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.first(x))
+
+    simulate(lambda: fully_shard(Shared()), 2, schedule=schedule)
+    broadcasts = [word for rank, word in schedule if rank == 0 and word.startswith("launch broadcast")]
+    assert len(broadcasts) == 2 * 2 + 5
 
 
 def test_ignored_parameters_may_be_given_as_an_iterator() -> None:

@@ -332,6 +332,25 @@ def test_writes_in_unsharded_are_lost_as_before_and_those_of_its_forwards_are_no
     simulate(on_each_rank, 2)
 
 
+@pytest.mark.parametrize("times", [1, 2])
+def test_writes_after_unshard_are_not_held_against_a_forward(times: int) -> None:
+    """Where writes of forwards are refused. Blocks may lie in each other."""
+
+    def on_each_rank() -> None:
+        model = shard(nn.Sequential(nn.Linear(4, 4)), "zero3", ("0",))
+        before = whole_values(model)["0.weight"].clone()
+        with torch.no_grad():
+            for _ in range(times):
+                model[0].unshard()
+            model[0].weight.add_(1.0)
+            model(rows_of(0))
+            for _ in range(times):
+                model[0].reshard()
+        assert torch.equal(whole_values(model)["0.weight"], before)
+
+    simulate(on_each_rank, 2)
+
+
 @pytest.mark.parametrize("way", ["zero1", "zero2", "zero3"])
 def test_a_refused_forward_leaves_a_model_that_trains_on(way: str) -> None:
     """With the weights of before the write, also where these are whole at rest."""
