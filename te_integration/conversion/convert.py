@@ -233,7 +233,7 @@ def _weights(module: nn.Module) -> tuple[str, ...]:
 
 def _is_known(cls: type) -> bool:
     if issubclass(cls, TensorParallelModule):
-        cls = cls._unfused
+        cls = getattr(cls, "_unfused", cls)  # the mixin itself has none
     return cls in _KNOWN or is_conv1d_class(cls) or is_experts_class(cls) or calls_embedding_forward(cls)
 
 

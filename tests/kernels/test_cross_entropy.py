@@ -188,6 +188,8 @@ def test_refused_arguments() -> None:
         cross_entropy_in_place(logits, targets[:, None], LossTerms())
     with pytest.raises(TypeError, match="needs int64 targets"):
         cross_entropy_in_place(logits, targets.int(), LossTerms())
+    losses, lse = cross_entropy_in_place(logits[:0, ::2], targets[:0], LossTerms())  # which has no columns apart
+    assert losses is not None and losses.shape == lse.shape == (0,)
 
 
 # ---- A head, chunk of tokens by chunk. ----
@@ -255,6 +257,9 @@ def test_a_head_in_chunks_is_the_head_at_once(form: str, biased: bool) -> None:
         torch.testing.assert_close(grads.bias, leaves[2].grad)
     nothing = head_grads(head, upstream, lse, needs_hidden=False)
     assert nothing == (None, None, None)
+    other = head_grads(head, upstream, lse, first_logits=head_losses(head)[2] + 1.0).hidden
+    assert other is not None and torch.equal(other[3:], grads.hidden[3:])
+    assert not torch.isclose(other[:2], grads.hidden[:2]).any(), "logits that are known are not computed again"
 
 
 def test_sums_over_chunks_of_a_bf16_head_are_fp32() -> None:

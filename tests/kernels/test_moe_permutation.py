@@ -120,3 +120,6 @@ def test_what_does_not_fit_is_refused():
     for wrong, map_ in ((x, ids[:, :0]), (x[:, None], ids), (x, ids[:, 0]), (x, ids[..., None]), (x[:, 0], ids)):
         with pytest.raises(ValueError, match="needs two dims"):
             permute_rows(wrong, map_)
+    for wrong, map_ in ((x, ids[:, :0]), (x, ids[:, 0]), (x, ids[..., None]), (x, ids[:1]), (x[:, None], ids[:2])):
+        with pytest.raises(ValueError, match="unpermute_rows needs two dims"):
+            unpermute_rows(wrong, map_)

@@ -5,11 +5,19 @@ from typing import Any
 
 import pytest
 import torch
+from triton_devices import LAUNCHER_DEVICES
 
 from maingrad.kernels.optimizer.adamw import AdamUpdate
 from maingrad.kernels.optimizer.flat_update import FlatUpdate
 from maingrad.kernels.optimizer.lion import LionUpdate
-from maingrad.kernels.optimizer.reference import AdamOptions, LionOptions, SGDOptions, UpdateRow, power
+from maingrad.kernels.optimizer.reference import (
+    AdamOptions,
+    LionOptions,
+    SGDOptions,
+    UpdateRow,
+    power,
+    update_reference,
+)
 from maingrad.kernels.optimizer.sgd import SGDUpdate
 
 OPTIONS = AdamOptions(1e-3, 0.9, 0.999, 1e-8, 0.1)
@@ -174,3 +182,21 @@ def test_captured_calls_keep_their_options_and_others_go_on(monkeypatch: pytest.
     assert found[0] is found[3] is found[4]
     assert [each[0, 0].item() for each in found] == [2.0, 0.25, 0.125, 2.0, 2.0, 2.0]
     assert len({each.data_ptr() for each in found}) == 4
+
+
+@pytest.mark.parametrize("device", LAUNCHER_DEVICES)
+def test_a_group_without_rows_between_others_keeps_its_place(device: str) -> None:
+    triton_update = pytest.importorskip("maingrad.kernels.optimizer.triton_update", reason="the launches are Triton's")
+    options = [OPTIONS, OPTIONS._replace(lr=7.0), OPTIONS._replace(lr=0.5)]
+    masters = []
+    for launches in (True, False):
+        given: Any = {name: torch.zeros(300, device=device) for name in ("exp_avg", "exp_avg_sq", "master")}
+        step = torch.zeros((), device=device)
+        row = row_of(grad=torch.ones(300, device=device), step=step, group=2, **given)
+        other = row._replace(step=step.clone(), group=0, **{name: each.clone() for name, each in given.items()})
+        if launches:
+            triton_update.TritonUpdate([row, other], "adamw", False)(options, None, None)
+        else:
+            update_reference([row, other], options)
+        masters.append(torch.cat([row.master, other.master]))
+    assert torch.equal(*masters) and masters[0][0] < -0.4 and masters[0][-1] > -0.01

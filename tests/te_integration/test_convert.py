@@ -331,6 +331,10 @@ def pruned_behind() -> nn.Module:
     return prune.random_unstructured(LayerNormMLP(8, 4), "fc2_weight", 0.5)
 
 
+def pruned_behind_fused() -> nn.Module:
+    return prune.random_unstructured(LayerNormMLP(8, 4, fuse_wgrad_accumulation=True), "fc2_weight", 0.5)
+
+
 def in_eight_bits() -> nn.Module:
     layer = nn.Linear(8, 4)
     layer.weight = nn.Parameter(layer.weight.detach().to(torch.float8_e4m3fn), requires_grad=False)
@@ -361,6 +365,7 @@ SKIPPED = {
     weight_normed: "Linear's weight is computed from other parameters",
     pruned: "Linear's weight is computed from other parameters",
     pruned_behind: "LayerNormMLP's weight is computed from other parameters",
+    pruned_behind_fused: "LayerNormMLP's weight is computed from other parameters",
     patched: "Linear's forward was replaced on this instance",
     tensor_subclass: "Linear's weight is a Tagged",
     quantized: "Linear's weight is torch.int8",

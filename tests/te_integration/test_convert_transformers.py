@@ -168,6 +168,13 @@ def conv1d() -> Conv1D:
     return Conv1D(12, 8)
 
 
+def test_a_conv1d_of_a_models_own_code_is_none_of_transformers() -> None:
+    """transformers imports such code, of the Hub, as ``transformers_modules``."""
+    own = type("Conv1D", (Conv1D,), {"__module__": "transformers_modules.somebody.modeling"})
+    conversion = convert_linears(nn.Sequential(own(12, 8), conv1d()))
+    assert conversion.converted == ("1",)
+
+
 def test_a_conv1d_stays_one() -> None:
     model = conv1d()
     model.note = "set by somebody"

@@ -451,8 +451,11 @@ def test_operands_that_do_not_match_are_named() -> None:
             grouped_linear(x, no_weights, offsets)
     with pytest.raises(TypeError, match="needs weights and rows of one dtype"):
         grouped_linear(x, weights.double(), offsets)
-    with pytest.raises(TypeError, match="needs bias and rows of one dtype"):
-        grouped_linear(x, weights, offsets, bias=torch.ones(2, 6).double())
+    with pytest.raises(TypeError, match="needs weights and rows of one dtype"):
+        grouped_linear(x, [weights[0], weights[1].double()], offsets)
+    for bias in (torch.ones(2, 6).double(), [torch.ones(6), torch.ones(6).double()]):
+        with pytest.raises(TypeError, match="needs bias and rows of one dtype"):
+            grouped_linear(x, weights, offsets, bias=bias)
     with pytest.raises(ValueError, match=r"needs bias_scale \(5,\); got \(4,\)"):
         grouped_linear(x, weights, offsets, bias=torch.ones(2, 6), bias_scale=torch.ones(4))
     for scale in (torch.ones(4), torch.ones(5, 1)):
@@ -477,6 +480,9 @@ def test_operands_that_do_not_match_are_named() -> None:
         with pytest.raises(ValueError, match=r"main_grad of expert [01] must be \(6, 3\) with adjacent columns"):
             grouped_wgrad_accumulate(dy, x, unfit, offsets)
     assert not grads.any() and not wide.any()
+    single = torch.zeros(1, 3)[:, ::3]  # of one column any stride is as good
+    grouped_wgrad_accumulate(dy[:, :1], x[:, :1], [single, None], offsets)
+    assert single.item() == 2
 
 
 def test_autocast_rounds_no_operand_of_the_reference() -> None:

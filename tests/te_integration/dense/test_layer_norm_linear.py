@@ -106,6 +106,19 @@ def test_output_is_bitwise_the_plain_modules(normalization: str, autocast: bool,
     torch.testing.assert_close(layer.layer_norm_weight.main_grad, plain.norm.weight.grad, rtol=2.0**-6, atol=2.0**-6)
 
 
+@pytest.mark.parametrize("zero_centered", [False, True])
+def test_an_input_in_fp32_is_normalised_in_fp32_by_a_gamma_in_bf16(zero_centered: bool) -> None:
+    """As autocast brings it, and the other way round."""
+    x = batch()
+    exact_norm = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    for dtype, input_dtype in ((torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)):
+        layer = LayerNormLinear(
+            FEATURES, 4, normalization="RMSNorm", zero_centered_gamma=zero_centered, params_dtype=dtype
+        )
+        found = layer.normalize(x.to(input_dtype))
+        assert found.dtype is input_dtype and error(found, exact_norm) <= ROUNDING[input_dtype]
+
+
 def test_a_small_zero_centred_gamma_survives_bf16() -> None:
     """1 + 2^-9 is 1 in bf16: two layers that differ by such a gamma must not be the same."""
     x = batch(torch.bfloat16) * 8

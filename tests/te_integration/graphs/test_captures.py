@@ -192,6 +192,46 @@ def test_a_gradient_in_memory_of_the_next_graph_may_be_transposed():
     torch.testing.assert_close(*outcomes)
 
 
+class Branches(nn.Module):
+    """Two outputs of one input."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.left(x), self.right(x)
+
+
+class PassesOn(nn.Module):
+    """Two inputs, of which one goes on as it is, in either place: its gradient is that of an output."""
+
+    def __init__(self, place):
+        super().__init__()
+        self.place = place
+
+    def forward(self, *inputs):
+        outputs = [each.tanh() for each in inputs]
+        outputs[self.place] = inputs[self.place].view(-1, WIDTH)
+        return tuple(outputs)
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_gradient_that_goes_on_as_it_is_stays_until_it_is_read(place):
+    """The layer before takes its gradients in the same memory, in another order."""
+    outcomes = []
+    for graphed in (False, True):
+        torch.manual_seed(0)
+        layers = [Branches(), PassesOn(place)]
+        calls = layers
+        if graphed:
+            calls = make_graphed_callables(layers, [(batch(),), (batch(1), batch(2))], order=[1, -1])
+        left, right = calls[1](*calls[0](batch(3)))
+        (left.square() + 3 * right).sum().backward()
+        outcomes.append([param.grad for param in layers[0].parameters()])
+    torch.testing.assert_close(*outcomes)
+
+
 def test_large_gradients_of_parameters_share_memory_and_small_ones_are_copied_less():
     def nbytes(width):
         layer = nn.Linear(width, width, bias=False)

@@ -523,6 +523,14 @@ def test_changes_between_forward_and_backward():
         graphed.bias.mul_(2)
     with pytest.raises(RuntimeError, match="a parameter was changed in place"):
         y.sum().backward()
+    layer = nn.Linear(WIDTH, WIDTH)
+    layer.weight.requires_grad_(False)  # the gradient of the input reads it all the same
+    (graphed,) = make_graphed_callables([layer], samples(1))
+    y = graphed(x())
+    with torch.no_grad():
+        layer.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="a parameter was changed in place"):
+        y.sum().backward()
 
 
 def test_a_reset_callable_runs_the_layer_and_the_others_their_graphs():

@@ -13,12 +13,13 @@ from foreign import ForeignProvider
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
+from traced_forms import traced
 
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig
 from maingrad.fsdp import fully_shard
 from maingrad.launch import simulate
 from maingrad.te_integration import LinearCrossEntropy, linear_cross_entropy, make_graphed_callables
-from maingrad.te_integration.head import in_forward
+from maingrad.te_integration.head import compiled_head, in_forward
 
 K, V, TOKENS = 8, 48, 14
 
@@ -242,13 +243,17 @@ def test_a_gradient_that_was_rounded_otherwise_is_the_announced_one() -> None:
         torch.testing.assert_close(parameter.grad, gradient)
 
 
-def test_where_the_host_does_not_wait_another_gradient_leaves_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("mode", [nullcontext, traced], ids=["eager", "traced"])
+def test_where_the_host_does_not_wait_another_gradient_leaves_nan(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, whose answer the host does not read."""
-    monkeypatch.setattr(in_forward, "poison_of", lambda *_: torch.tensor([float("nan")]))
+    for where in (in_forward, compiled_head):
+        monkeypatch.setattr(where, "poison_of", lambda *_: torch.tensor([float("nan")]))
     head = LinearCrossEntropy(K, V, bias=True, mode="in_forward")
     model = ddp(head)
     x = torch.randn(TOKENS, K, requires_grad=True)
-    (2 * model(x, torch.arange(TOKENS))).backward()
+    with mode():
+        loss = model(x, torch.arange(TOKENS))
+    (2 * loss).backward()
     assert x.grad is not None and x.grad.isnan().all()
     assert head.bias.main_grad.isnan().all()
     assert head.weight.main_grad.isnan().any(), "norms and checks of gradients find it"

@@ -123,6 +123,7 @@ def test_num_tokens_divides_the_sum() -> None:
     for count in (20, torch.tensor(20)):
         torch.testing.assert_close(head(hidden, targets, num_tokens=count), total / 20)
         torch.testing.assert_close(linear_cross_entropy(hidden, head.weight, targets, num_tokens=count), total / 20)
+    assert head(hidden, targets, num_tokens=torch.tensor(0)).isinf(), "a count of ranks without a token is theirs too"
     with pytest.raises(ValueError, match="num_tokens divides"):
         head(hidden, targets, num_tokens=3, reduction="sum")
 
@@ -408,8 +409,9 @@ def test_refused_arguments() -> None:
         head(hidden[..., :4], targets)
     with pytest.raises(ValueError, match=r"lm_head takes 8 features in the last dim, got \(\)"):
         head(torch.tensor(1.0), targets)
-    with pytest.raises(ValueError, match=r"needs targets \(3, 5\)"):
-        head(hidden, targets[:2])
+    for other in (targets[:2], targets.T, targets.flatten()):
+        with pytest.raises(ValueError, match=r"needs targets \(3, 5\)"):
+            head(hidden, other)
     for dtype in (torch.float32, torch.complex64, torch.bool):
         with pytest.raises(ValueError, match="needs integers as targets"):
             head(hidden, targets.to(dtype))

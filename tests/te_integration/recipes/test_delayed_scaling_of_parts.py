@@ -69,7 +69,7 @@ def test_what_a_frozen_module_has_seen_is_forgotten_when_a_part_is_thawed(has_gr
         loss.backward()
     mlp.fc2_weight.requires_grad_(True)
     run(mlp, x)
-    assert mlp.fp8_scale.eq(1.0).all()
+    assert mlp.fp8_scale.eq(1.0).all() and mlp.fp8_amax_history[0, 3:].eq(-1.0).all()
 
 
 def test_a_frozen_first_layer_counts_all_microbatches_however_many_they_are() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from parallel_llama import make_mesh
-from torch import nn
+from torch import Tensor, nn
 
 from maingrad.ddp import DistributedDataParallel
 from maingrad.launch.simulation.simulate import simulate
@@ -65,5 +65,21 @@ def test_an_unfused_layer_whose_weight_is_a_slice_is_converted() -> None:
         wrapped(torch.ones(2, 8)).sum().backward()
         assert torch.equal(layer.weight.main_grad, torch.full((8, 8), 2.0))
         assert wrapped.records[0].num_fused_writes == 1
+
+    simulate(on_each_rank, 2)
+
+
+class Doubled(Linear):
+    """May use its weight in another way, whether it is cut or not."""
+
+    def forward(self, input: Tensor, is_first_microbatch: bool | None = None) -> Any:
+        return 2 * super().forward(input)
+
+
+def test_a_subclass_of_ours_that_is_cut_is_skipped_by_its_name() -> None:
+    def on_each_rank() -> None:
+        layer: Any = Doubled(8, 16, parallel_mode="column", tp_group=dist.group.WORLD)
+        (reason,) = convert_linears(layer).skipped.values()
+        assert "Doubled is a subclass of" in reason and not layer.fuse_wgrad_accumulation
 
     simulate(on_each_rank, 2)
