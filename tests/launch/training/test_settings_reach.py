@@ -68,6 +68,11 @@ def test_each_block_is_compiled_by_the_backend_and_the_gpts_without_a_break(
     compiled.clear()
     loaded(tiny_config(tmp_path))
     assert compiled == []
+    for mesh, fullgraph in (({"ep": 2}, broken), ({"tp": 2, "sequence_parallel": True}, whole)):
+        config = tiny_config(tmp_path, train=how, mesh=mesh, model=EXPERTS if "ep" in mesh else {})
+        simulate(lambda config=config: loaded(config) and None, 2)
+        assert compiled == [("Block", fullgraph)] * 4, "tokens that travel break a graph"
+        compiled.clear()
 
 
 @pytest.mark.parametrize(
@@ -161,6 +166,8 @@ def test_steps_are_captured_as_the_run_says_where_the_host_waits_for_nothing(
     for sections in ({"mesh": {"pp": 2}}, {"mesh": {"ep": 2}, "model": EXPERTS}):
         assert simulate(lambda sections=sections: ask(**sections), 2) == [("_iteration", False)] * 2
     assert simulate(lambda: ask(mesh={"tp": 2}), 2) == [("_iteration", "auto")] * 2
+    by_kernels = {"ep": 2, "transport": "symmetric"}
+    assert not tiny_config(tmp_path, mesh=by_kernels, model=EXPERTS).mesh.runs_eagerly
 
 
 def test_a_run_knows_the_names_of_its_tokens_and_whether_it_saves(tmp_path: Path):
@@ -359,6 +366,18 @@ def test_numbers_of_parameters_are_those_of_whole_ones(tmp_path: Path):
     for parallel, mesh in (("zero1", {"tp": 2}), ("fsdp", {"tp": 2}), ("fsdp", {})):
         config = tiny_config(tmp_path, parallel=parallel, mesh=mesh, model=model)
         assert simulate(lambda given=config: sum(each.numel for each in wrapped(given).parameters), 2) == [whole] * 2
+
+
+@pytest.mark.parametrize("parallel", ["zero1", "fsdp"])
+def test_what_is_frozen_is_no_parameter_of_a_run_and_is_in_its_weights(tmp_path: Path, parallel: str):
+    config = tiny_config(tmp_path, parallel=parallel)
+    module = loaded(config)
+    frozen = module.blocks[1].ffn_norm.weight.requires_grad_(False).numel()
+    numels = [param.numel() for param in module.parameters()]
+    made = Wrapped(module, config, current_runtime("cpu", config.mesh))
+    assert len(made.parameters) == len(made.records) == len(numels) - 1
+    assert sum(each.numel for each in made.parameters) == sum(numels) - frozen
+    assert len(made.whole_weights(wanted=True)) == len(numels) + len([*module.buffers()])
 
 
 @pytest.mark.parametrize("parallel", ["zero1", "fsdp"])
