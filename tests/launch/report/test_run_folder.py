@@ -166,6 +166,9 @@ def test_mfu_is_a_part_of_the_peak_of_the_ranks_that_took_the_step(tmp_path: Pat
         lost = run_of(tmp_path, OBSERVED | {"step": number}, *steps, resumed, settings={})
         derive(lost, 2.0)
         assert [value for _, value in lost.points("mfu") if value] == pytest.approx([8 * scale / 2, 9 * scale / 4])
+    unknown = run_of(tmp_path, OBSERVED | {"world_size": "two"}, *steps, resumed, settings={})
+    derive(unknown, 2.0)
+    assert unknown.points("mfu") == [(3, pytest.approx(9 * scale / 4))], "of the start whose ranks are known"
     del steps[1]["tokens_per_second"]
     assert [step for step, _ in run_of(tmp_path, OBSERVED, *steps).points("tokens_per_second")] == [1, 3]
 
