@@ -1,5 +1,6 @@
 """What a setting reaches: the calls that build, cut, compile, wrap and shard a run's model get it."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from tiny_run import tiny_config, tiny_document
 from torch import Tensor, nn
 
+from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig
 from maingrad.launch import simulate
 from maingrad.launch.config.file import structure
 from maingrad.launch.config.run import Config
@@ -358,6 +360,21 @@ def test_vectors_are_a_group_of_their_own_where_there_is_decay(tmp_path: Path):
     ):
         groups = wrapped(tiny_config(tmp_path, optimizer=changes)).optimizer.param_groups
         assert sorted((group.get("weight_decay") for group in groups), key=str) == decays
+
+
+def test_scalars_are_vectors_and_stacks_are_matrices(tmp_path: Path):
+    """Of a learned scale, a norm, a matrix and packed experts."""
+    shapes = {"scale": (), "norm": (4,), "matrix": (4, 4), "experts": (2, 4, 4)}
+    module = nn.ParameterDict({name: nn.Parameter(torch.ones(shape)) for name, shape in shapes.items()})
+    for decay_vectors in (False, True):
+        settings = tiny_config(tmp_path, optimizer={"decay_vectors": decay_vectors}).optimizer
+        model = DistributedDataParallel(copy.deepcopy(module), DistributedDataParallelConfig())
+        optimizer = wrapping._optimizer_of(model, settings, settings.muon_of(module))
+        model.finish_grad_sync()
+        optimizer.step()
+        for name, param in model.module.named_parameters():
+            decays = decay_vectors or name in ("matrix", "experts")
+            assert float(param.detach().mean()) == pytest.approx(1.0 - decays * settings.lr * 0.1, abs=1e-7), name
 
 
 def test_numbers_of_parameters_are_those_of_whole_ones(tmp_path: Path):
