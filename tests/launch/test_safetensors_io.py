@@ -9,13 +9,21 @@ import torch
 import torch.distributed as dist
 from checkpointed import Everything, build, model_state, take_steps
 from loops import assert_same
+from preconditioned import Soap
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, load_model
 from torch import Tensor, nn
 
-from maingrad.ddp import WORLD_OF_ONE, DistributedDataParallel, load_checkpoint, save_checkpoint
+from maingrad.ddp import (
+    WORLD_OF_ONE,
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    DistributedOptimizer,
+    load_checkpoint,
+    save_checkpoint,
+)
 from maingrad.launch import safetensors_io, simulate
-from maingrad.launch.safetensors_io import export_safetensors
+from maingrad.launch.safetensors_io import export_safetensors, read_weights
 
 ZERO1 = {"use_distributed_optimizer": True, "bucket_size": 300}
 WRAPPERS = {
@@ -111,6 +119,23 @@ def test_buffers_and_integers_keep_their_dtype(tmp_path: Path) -> None:
             wanted |= {name: wanted[name].to(dtype) for name in ("weight", "bias")}
         assert {name: tensor.dtype for name, tensor in found.items()} == {n: t.dtype for n, t in wanted.items()}
         assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+
+
+def test_matrices_of_an_optimizers_state_are_no_weights(tmp_path: Path) -> None:
+    """SOAP's, which have entries of their own in a checkpoint, beside a parameter's name."""
+    config = DistributedDataParallelConfig(use_distributed_optimizer=True, keep_params_whole=True)
+    ddp = DistributedDataParallel(nn.Linear(3, 2), config)
+    optimizer = DistributedOptimizer(ddp, optimizer_class=Soap)
+    ddp(torch.ones(4, 3)).square().sum().backward()
+    optimizer.step()
+    save_checkpoint(tmp_path / "c", ddp, optimizer)
+    assert any("@weight" in name for name in json.loads((tmp_path / "c" / "maingrad.json").read_text())["tensors"])
+    for dtype in (None, torch.bfloat16):
+        weights = read_weights(tmp_path / "c", dtype=dtype)
+        assert_same(
+            weights.tensors, {n: t if dtype is None else t.to(dtype) for n, t in ddp.module.state_dict().items()}
+        )
+        assert weights.extra is None and weights.tied == {}
 
 
 def test_files_beside_a_checkpoint_and_of_its_names_elsewhere_are_written(tmp_path: Path) -> None:

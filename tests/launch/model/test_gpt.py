@@ -5,13 +5,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from maingrad.ddp import DistributedDataParallel
+from maingrad.launch import simulate
 from maingrad.launch.config.mesh import Stage
 from maingrad.launch.config.run import ModelConfig
 from maingrad.launch.model.gpt import GPT, Attention, build_model, rotary_tables, rotate
+from maingrad.launch.parallelizing.exchanges import ContextRanks
 from maingrad.te_integration import Embedding, Float8CurrentScaling, Linear, autocast
 
 SHAPE: dict[str, Any] = {
@@ -100,6 +103,48 @@ def test_a_checkpoint_has_the_parameters_alone():
 def test_too_long_a_sequence():
     with pytest.raises(ValueError, match=r"17 tokens is longer than model\.context_length = 16"):
         build_model(config(), seed=0)(tokens(1, 17))
+
+
+def test_too_long_a_sequence_of_ranks_that_share_it():
+    """The sum of their parts counts; the longest that fits is computed."""
+
+    def job() -> None:
+        model = build_model(config(), seed=0)
+        model.share_sequences(ContextRanks(dist.group.WORLD, False))
+        assert model(tokens(1, 8)).shape == (1, 8, 256)
+        with pytest.raises(ValueError, match="18 tokens is longer"):
+            model(tokens(1, 9), tokens(1, 9))
+
+    simulate(job, 2)
+    assert build_model(config(), seed=0)(tokens(1, 16)).shape == (1, 16, 256)
+
+
+def test_parts_of_a_loss_are_those_of_the_last_training_forward():
+    """With targets: neither a validation nor a forward for logits changes them. A dense model has none."""
+    experts = build_model(config(num_experts=2, top_k=1, expert_ffn_dim=8), seed=0)
+    dense = build_model(config(), seed=0)
+    x, y = tokens(2, 8), tokens(2, 8).flip(0)
+    for model in (experts, dense):
+        assert model.loss_parts is None
+        loss, parts = model(x, y), model.loss_parts
+        model(x)
+        model.eval()
+        in_evaluation = model(x.flip(0), y.flip(0))
+        assert model.loss_parts is parts and (parts is None) is (model is dense)
+        model.train()(x, y)
+        if parts is not None:
+            assert float(in_evaluation) == pytest.approx(float(parts.cross_entropy), rel=1e-5) != float(loss.detach())
+            assert model.loss_parts is not parts and not parts.cross_entropy.requires_grad
+            assert all(each.shape == () and each.dtype is torch.float32 for each in parts)
+
+
+@pytest.mark.parametrize("delayed", [0, 1, 2, 3])
+def test_the_last_layers_and_the_head_delay_their_weight_gradients(delayed: int):
+    model = build_model(config(num_layers=3, delay_wgrad_layers=delayed), seed=0)
+    marked = {name for name, param in model.named_parameters() if getattr(param, "skip_backward_post_hook", False)}
+    layers = {name.split(".")[1] for name in marked if name.startswith("blocks.")}
+    assert layers == {str(index) for index in range(3 - delayed, 3)}
+    assert ("head.weight" in marked) is (delayed > 0) and len(marked) == 4 * delayed + (delayed > 0)
 
 
 def test_rotary_against_complex_numbers():

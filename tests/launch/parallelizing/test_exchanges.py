@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig
 from maingrad.launch import make_optimizer, parallelize, simulate
+from maingrad.launch.parallelizing import exchanges
 from maingrad.launch.parallelizing.exchanges import ContextRanks, ring_attention, ulysses
 from maingrad.te_integration import Linear
 
@@ -71,6 +72,29 @@ def test_a_ring_is_causal_attention_over_whole_sequences(ranks: int, kv_heads: i
             torch.testing.assert_close(part.grad, context.own(x.grad, 2), rtol=1e-6, atol=1e-6)
 
     simulate(job, ranks)
+
+
+def test_a_rings_gradients_lie_in_memory_as_kernels_want_them(monkeypatch: pytest.MonkeyPatch):
+    """However they come: those of a sum are all one element."""
+    seen, backward = list[bool](), exchanges._ring_backward
+
+    def spied() -> Any:
+        def run(*args: Any, grad_out: Tensor, **options: Any) -> Any:
+            seen.append(grad_out.is_contiguous())
+            return backward()(*args, grad_out=grad_out, **options)
+
+        return run
+
+    monkeypatch.setattr(exchanges, "_ring_backward", spied)
+
+    def job() -> None:
+        parts = [x[:, :, :8].float().requires_grad_() for x in operands(HEADS)]
+        y = ring_attention(*parts, dist.group.WORLD)
+        y.sum().backward()
+        ring_attention(*parts, dist.group.WORLD).transpose(1, 2).flatten(2).square().sum().backward()
+
+    simulate(job, 2)
+    assert seen == [True] * 4
 
 
 def test_heads_that_do_not_divide():

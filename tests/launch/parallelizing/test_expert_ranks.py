@@ -37,6 +37,20 @@ def test_the_ranks_that_hold_the_same_experts() -> None:
         assert found[1] == list(range(rank % 2, 8, 2))
 
 
+def test_one_rank_of_an_instance_holds_the_same_experts_as_those_of_other_instances() -> None:
+    """Where all ranks of an instance share them out; without instances nobody else has them."""
+
+    def groups() -> tuple[Any, ...]:
+        grid = make_grid(init_device_mesh("cpu", (2, 3), mesh_dim_names=("outer", "inner")))
+        same: Any = same_place(mesh_of(3, grid), grid)
+        ranks = [dist.get_process_group_ranks(same.get_group(name)) for name in same.mesh_dim_names]
+        alone = same_place(mesh_of(6, make_grid(None)), make_grid(None))
+        return same.mesh_dim_names, ranks, alone is WORLD_OF_ONE
+
+    for rank, found in enumerate(simulate(groups, 6)):
+        assert found == (("outer", "inner"), [[rank % 3, rank % 3 + 3], [rank]], True)
+
+
 def test_a_mesh_of_two_dims_holds_no_experts() -> None:
     def refused() -> None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("same", "ep"))

@@ -173,6 +173,21 @@ def test_floating_point_inputs_are_cast_by_name_and_place_and_others_are_not():
     assert all(param.dtype is torch.bfloat16 for param in model.parameters())
 
 
+@pytest.mark.parametrize("form", ["ddp", "zero1"])
+def test_what_a_hook_of_before_returns_is_cast_too(form: str):
+    """It sees the inputs as they come, and what it makes of them is computed in ``param_dtype``."""
+    net, seen = Net(), list[torch.dtype]()
+
+    def double(module: nn.Module, args: tuple[Tensor]) -> Tensor:
+        seen.append(args[0].dtype)
+        return args[0].double() * 2
+
+    net.register_forward_pre_hook(double)
+    model = maingrad.parallelize(net, form, mesh=ALONE, param_dtype=torch.bfloat16)
+    x = torch.rand(2, 4)
+    assert model(x).dtype is torch.bfloat16 and seen == [torch.float32]
+
+
 @pytest.mark.parametrize("form", ["zero2", "zero3"])
 def test_a_policy_of_the_users_own_leaves_parameters_in_their_dtypes(form: str):
     policy = maingrad.MixedPrecisionPolicy(param_dtype=torch.float16)

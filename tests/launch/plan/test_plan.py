@@ -385,6 +385,29 @@ def test_a_bucket_is_named_by_its_first_and_its_last_parameter(tmp_path: Path):
     _, table, *_ = plan_tables(plan)
     (slots,) = [bucket.layout.slots for bucket in plan.buckets]
     assert [*table.columns[1].cells] == [f"{slots[0].spec.name} .. {slots[-1].spec.name} ({len(slots)})"]
+    plan = plan_run(tiny_config(tmp_path, model={"num_layers": 1}, ddp={"bucket_size": 33}), 2)
+    _, table, *_ = plan_tables(plan)
+    sizes = [len(bucket.layout.slots) for bucket in plan.buckets]
+    assert {1, 2} <= {*sizes}, "a norm of 32 elements does not fill a bucket"
+    for name, size, bucket in zip(table.columns[1].cells, sizes, plan.buckets, strict=True):
+        first, last = (bucket.layout.slots[place].spec.name for place in (0, -1))
+        assert name == (first if size == 1 else f"{first} .. {last} ({size})")
+
+
+@pytest.mark.parametrize(
+    ("parallel", "mesh", "said"),
+    [
+        ("zero1", {"tp": 2}, "of parameters that are not cut, over 2 times as many ranks"),
+        ("fsdp", {"tp": 2}, "not counted: the mean over tensor-parallel ranks of shards that are not cut"),
+        ("zero1", {"cp": 2}, ""),
+        ("fsdp", {"cp": 2}, ""),
+    ],
+)
+def test_what_is_sent_beside_parts_of_weights_is_said(tmp_path: Path, parallel: str, mesh: dict[str, int], said: str):
+    """And nothing of the kind where ranks have parts of sequences alone."""
+    _, _, collectives, *_ = plan_tables(plan_run(tiny_config(tmp_path, parallel=parallel, mesh=mesh), 4))
+    title = str(collectives.title)
+    assert title.endswith(f"; {said}") if said else "not cut" not in title
 
 
 def test_headings_say_what_ranks_and_rows_are(tmp_path: Path):

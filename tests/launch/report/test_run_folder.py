@@ -125,6 +125,10 @@ def test_what_the_first_step_did_not_say_the_configuration_says(tmp_path: Path) 
     assert both.versions == {"torch": "1.2"} and both.world_size == 2
     said = environment(both)
     assert said["backend"] == "nccl" and said["device"] == "cuda:0" and said["torch"] == "1.2"
+    empty = environment(
+        run_of(tmp_path, OBSERVED | {"backend": ""}, settings={}, versions={"a": 0, "b": "", "c": None})
+    )
+    assert [empty[name] for name in ("backend", "a", "b", "c")] == ["", "0", "", "none"], "what is empty is not missing"
     own = run_of(tmp_path, OBSERVED | {"versions": {"torch": "9"}}, settings={})
     assert own.versions == {"torch": "9"}
     folder = {"hugging_face": str(tmp_path), "pretrained": False}
@@ -154,6 +158,19 @@ def test_mfu_is_a_part_of_the_peak_of_the_ranks_that_took_the_step(tmp_path: Pat
     late = run_of(tmp_path, resumed, *steps[::2], settings={})
     derive(late, 2.0)
     assert [value for _, value in late.points("mfu")] == pytest.approx([8 * scale / 4, 9 * scale / 4])
+    for lacks in ("flops", "peak"):
+        setattr(late, lacks, None)
+        assert late.points("mfu") == [], "neither is guessed"
+        derive(late, 2.0)
+    for number in (None, "damaged"):  # the first start has lost the number of its step: it is the run's first one
+        lost = run_of(tmp_path, OBSERVED | {"step": number}, *steps, resumed, settings={})
+        derive(lost, 2.0)
+        assert [value for _, value in lost.points("mfu") if value] == pytest.approx([8 * scale / 2, 9 * scale / 4])
+    unknown = run_of(tmp_path, OBSERVED | {"world_size": "two"}, *steps, resumed, settings={})
+    derive(unknown, 2.0)
+    assert unknown.points("mfu") == [(3, pytest.approx(9 * scale / 4))], "of the start whose ranks are known"
+    del steps[1]["tokens_per_second"]
+    assert [step for step, _ in run_of(tmp_path, OBSERVED, *steps).points("tokens_per_second")] == [1, 3]
 
 
 @pytest.mark.parametrize(

@@ -309,6 +309,33 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path / "lib"))
 
 
+@pytest.mark.parametrize(
+    ("is_main", "source", "documents", "compared"),
+    [
+        (True, "stdlib", "join", True),
+        (False, "stdlib", "join", False),
+        (True, "text", "join", False),
+        (True, "stdlib", "mask", False),
+        (True, "stdlib", "pad", False),
+    ],
+)
+def test_the_bigram_model_is_of_the_demonstration_alone(
+    is_main: bool, source: str, documents: str, compared: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """On one rank, and where it sees what the model sees."""
+    said: list[str] = []
+    monkeypatch.setattr(loop, "bigram_loss", lambda train, windows: {("tokens", "windows"): 2.5}[train, windows])
+    trainer: Any = SimpleNamespace(
+        config=SimpleNamespace(data=SimpleNamespace(source=source, documents=documents)),
+        runtime=SimpleNamespace(is_main=is_main),
+        corpus=SimpleNamespace(train="tokens"),
+        windows="windows",
+        display=SimpleNamespace(message=said.append),
+    )
+    assert Trainer._bigram_loss(trainer) == (2.5 if compared else None)
+    assert said == ["byte-bigram model on the same data: 2.5000 nats per byte"] * compared
+
+
 @pytest.mark.in_turn
 @pytest.mark.usefixtures("library")
 def test_the_demonstration_is_compared_with_the_bigram_model(tmp_path: Path):

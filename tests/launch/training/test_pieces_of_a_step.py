@@ -310,7 +310,7 @@ def test_a_record_is_of_all_ranks(experts: int, asked: str, unsaved: str, monkey
         ),
         wrapped=SimpleNamespace(
             failures=SimpleNamespace(watch=lambda what: nullcontext()),
-            optimizer=SimpleNamespace(grad_norm=torch.tensor(0.0)),
+            optimizer=SimpleNamespace(grad_norm=torch.tensor(0.0) if experts else None),
         ),
         runtime=SimpleNamespace(
             world_size=2, all_reduce_sum=lambda own: [a + b for a, b in zip(own, added, strict=True)]
@@ -326,7 +326,7 @@ def test_a_record_is_of_all_ranks(experts: int, asked: str, unsaved: str, monkey
         "step": 7,
         "loss": 3.0,
         "lr": 0.5,
-        "grad_norm": 0.0,
+        "grad_norm": 0.0 if experts else None,
         "tokens_per_second": 4 * 8 * 3 / 10.0,
         "seconds_per_step": 10.0 / 3,
         "elapsed": 40.0,
@@ -426,6 +426,65 @@ def test_a_checkpoint_is_due_at_round_steps_and_at_the_end(
     assert saved == [(trainer.pace, "schedule", "digests", {"validated": validated})] * saves
     assert written == [("checkpoint", {"step": step, "seconds": 4.0})] * saves
     assert trainer.log_start == (15.0 if saves else 1.0)
+
+
+@pytest.mark.parametrize("documents", ["join", "mask", "pad"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_a_rank_computes_of_a_validation(documents: str, rank: int, monkeypatch: pytest.MonkeyPatch):
+    """Every second row, two at a time, and of each row its part; as many forwards as the other rank, which has more.
+
+    The mean is over the sequences where all targets count, and over the targets elsewhere.
+    """
+    happened, written, said = list[Any](), list[Any](), list[str]()
+    clock = iter([10.0, 14.0, 15.0])
+    monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    tokens = torch.arange(5)[:, None].repeat(1, 4)
+    targets = torch.where(torch.arange(4) <= tokens, tokens, -100)  # of row r: r + 1, at most 4
+    positions = tokens + 10 if documents == "mask" else None
+
+    def loss(inputs: Tensor, targets: Tensor, positions: Tensor | None = None) -> Tensor:
+        happened.append((inputs.tolist(), targets.tolist(), None if positions is None else positions.tolist()))
+        assert not torch.is_grad_enabled()
+        return 1.0 + inputs.double().mean()
+
+    def all_reduce_sum(own: list[float]) -> list[float]:
+        happened.append(("sum", own))
+        return [30.0, 8.0]
+
+    own = SimpleNamespace(own=lambda tensor, dim: tensor.narrow(dim, 1, 2))
+    trainer: Any = SimpleNamespace(
+        runtime=SimpleNamespace(data_ranks=2, data_rank=rank, context=own, device="cpu", all_reduce_sum=all_reduce_sum),
+        config=SimpleNamespace(data=SimpleNamespace(documents=documents)),
+        windows=Batch(tokens, targets, positions),
+        rows=2,
+        model=SimpleNamespace(eval=lambda: happened.append("eval"), train=lambda: happened.append("train")),
+        wrapped=SimpleNamespace(failures=SimpleNamespace(watch=lambda what: nullcontext())),
+        recorder=SimpleNamespace(forward_ended=lambda: happened.append("forward ended")),
+        metrics=SimpleNamespace(write=lambda kind, **fields: written.append((kind, fields))),
+        display=SimpleNamespace(message=said.append),
+        pace=Pace(20, None, step=7),
+        unit="byte",
+        validated=False,
+        log_start=1.0,
+        _loss=loss,
+    )
+    trainer._own_part = lambda batch: Trainer._own_part(trainer, batch)
+    assert Trainer._validate(trainer) == 30.0 / 8.0
+
+    def part(*rows: int) -> Any:
+        found = [(targets[row, 1:3].tolist(), [row + 10] * 4) for row in rows]
+        inputs = [[row, row] for row in rows]
+        return inputs, [each[-2] for each in found], [each[-1] for each in found] if documents == "mask" else None
+
+    forwards = [part(0, 2), part(4)] if rank == 0 else [part(1, 3), part(0)]
+    if documents == "join":
+        sums = [2 * (1 + 1) + 1 * (1 + 4), 3] if rank == 0 else [2 * (1 + 2), 2]
+    else:  # of the targets in the middle: rows have 0, 1, 2, 2 and 2
+        sums = [2 * (1 + 1) + 2 * (1 + 4), 4] if rank == 0 else [3 * (1 + 2), 3]
+    assert happened == ["eval", forwards[0], "forward ended", forwards[1], "forward ended", "train", ("sum", sums)]
+    assert written == [("validation", {"step": 7, "loss": 3.75, "seconds": 4.0})]
+    assert said == ["step     7  validation loss 3.7500 nats per byte"]
+    assert trainer.validated and trainer.log_start == 15.0
 
 
 @pytest.mark.parametrize(

@@ -232,6 +232,22 @@ def test_a_stage_that_fails_is_named_by_the_others(tmp_path: Path):
         assert_silent(report, 1)
 
 
+@pytest.mark.parametrize("parallel", ["zero1", "fsdp"])
+def test_a_failure_closes_groups_with_other_stages_and_with_data_parallel_ranks(tmp_path: Path, parallel: str):
+    """So that no rank waits for one that has failed: of its own stage, or of another."""
+    config = config_of(tmp_path, parallel, mesh={"pp": 2})
+
+    def closed() -> list[list[int]]:
+        runtime, display = current_runtime("cpu", config.mesh), Display(is_main=False)
+        trainer = PipelinedTrainer(config, runtime, MetricsWriter(None), StopRequest(), display)
+        grids = trainer.wrapped.failures.grids
+        return [dist.get_process_group_ranks(group) for grid in grids for group in grid[:3] if group is not None]
+
+    for rank, groups in enumerate(simulate(closed, 4)):
+        assert [rank % 2, rank % 2 + 2] in groups, "the other stage of these samples"
+        assert [rank // 2 * 2, rank // 2 * 2 + 1] in groups, "the same stage of other samples"
+
+
 def test_activations_travel_to_the_next_stage_and_gradients_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     sent: dict[int, list[int]] = {}
     send = SimulatedProcessGroup.send

@@ -1,5 +1,6 @@
 """What a setting reaches: the calls that build, cut, compile, wrap and shard a run's model get it."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from tiny_run import tiny_config, tiny_document
 from torch import Tensor, nn
 
+from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig
 from maingrad.launch import simulate
 from maingrad.launch.config.file import structure
 from maingrad.launch.config.run import Config
@@ -68,6 +70,11 @@ def test_each_block_is_compiled_by_the_backend_and_the_gpts_without_a_break(
     compiled.clear()
     loaded(tiny_config(tmp_path))
     assert compiled == []
+    for mesh, fullgraph in (({"ep": 2}, broken), ({"tp": 2, "sequence_parallel": True}, whole)):
+        config = tiny_config(tmp_path, train=how, mesh=mesh, model=EXPERTS if "ep" in mesh else {})
+        simulate(lambda config=config: loaded(config) and None, 2)
+        assert compiled == [("Block", fullgraph)] * 4, "tokens that travel break a graph"
+        compiled.clear()
 
 
 @pytest.mark.parametrize(
@@ -139,6 +146,48 @@ def test_a_model_of_hugging_face_is_asked_about_documents_where_attention_is_to_
         assert asked == ([(made.module, "cpu")] if documents == "mask" else [])
 
 
+def trainer_of(config: Config) -> Trainer:
+    runtime, display = current_runtime("cpu", config.mesh), Display(is_main=False)
+    return Trainer(config, runtime, MetricsWriter(None), StopRequest(), display)
+
+
+@pytest.mark.in_turn
+def test_steps_are_captured_as_the_run_says_where_the_host_waits_for_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    asked: list[Any] = []
+    monkeypatch.setattr(Wrapped, "graphed", lambda self, iteration, how: asked.append((iteration.__name__, how)))
+
+    def ask(**sections: Any) -> Any:
+        asked.clear()
+        trainer_of(tiny_config(tmp_path, **sections))
+        return asked[0]
+
+    for how in ("auto", True, False):
+        assert ask(train={"cuda_graph": how}) == ("_iteration", how)
+    for sections in ({"mesh": {"pp": 2}}, {"mesh": {"ep": 2}, "model": EXPERTS}):
+        assert simulate(lambda sections=sections: ask(**sections), 2) == [("_iteration", False)] * 2
+    assert simulate(lambda: ask(mesh={"tp": 2}), 2) == [("_iteration", "auto")] * 2
+    by_kernels = {"ep": 2, "transport": "symmetric"}
+    assert not tiny_config(tmp_path, mesh=by_kernels, model=EXPERTS).mesh.runs_eagerly
+
+
+def test_a_run_knows_the_names_of_its_tokens_and_whether_it_saves(tmp_path: Path):
+    """Data are read for their digests only where a checkpoint keeps or compares them."""
+    torch.arange(3000).remainder(250).to(torch.uint16).numpy().tofile(tmp_path / "tokens")
+    tokens = {"source": "tokens", "paths": [str(tmp_path / "tokens")]}
+    text, numbers = tiny_config(tmp_path), tiny_config(tmp_path, data=tokens, train={"save_every": 2})
+    made = trainer_of(text)
+    assert (made.unit, made.saves, made.digests) == ("byte", False, {})
+    assert made.equal_weights.tolist() == [0.5, 0.5] and made.equal_weights.dtype is torch.float64
+    assert (made.rows, len(made.windows.inputs)) == (12, 8)
+    made = trainer_of(numbers)
+    assert (made.unit, made.saves, made.digests.keys()) == ("token", True, {"training", "validation"})
+    made = trainer_of(tiny_config(tmp_path, data=tokens, train={"resume": "auto"}))
+    assert (made.saves, made.digests.keys()) == (False, {"training", "validation"})
+    assert [trainer.rows for trainer in simulate(trainer_of, 3, text)] == [4] * 3
+
+
 # ---- Wrapped or sharded. ----
 
 
@@ -167,6 +216,55 @@ def test_each_option_of_units_is_given_to_them(tmp_path: Path, monkeypatch: pyte
         with pytest.raises(Stopped):
             wrapped(config)
         assert {name: given[-1][name] for name in changes} == {name: getattr(config.fsdp, name) for name in changes}
+
+
+@pytest.mark.parametrize("state", ["full", "compact"])
+def test_a_drawn_model_is_sharded_as_it_is_and_a_loaded_one_from_its_first_rank(
+    tmp_path: Path, state: str, monkeypatch: pytest.MonkeyPatch
+):
+    """Compact state keeps shards in the dtype of computation: ``mixed_precision`` says so."""
+    given: list[Any] = []
+
+    def spied(module: nn.Module, units: Any, row: Any, mesh: Any, policy: Any, options: Any, *others: Any) -> None:
+        given.append((options, policy, module, units))
+        raise Stopped
+
+    monkeypatch.setattr(wrapping, "shard_units", spied)
+    sections: dict[str, Any] = {"parallel": "fsdp", "optimizer": {"state": state}}
+    drawn, loaded_one = tiny_config(tmp_path, model=BF16, **sections), of_hugging_face(tmp_path, **sections)
+    for config in (drawn, loaded_one):
+        with pytest.raises(Stopped):
+            wrapped(config)
+        options, policy, module, units = given[-1]
+        assert units and module not in units
+        assert (options.get("init_sync"), "init_fn" in options) == ((False, False) if config is drawn else (None, True))
+        assert options["device"] == torch.device("cpu")
+        assert options.get("mixed_precision") is (policy if state == "compact" else None)
+    values = {name: param.detach().clone() for name, param in module.named_parameters()}
+    options["init_fn"](module)
+    assert all(param.equal(values[name]) for name, param in module.named_parameters()), "nothing is drawn anew"
+
+
+@pytest.mark.in_turn
+def test_ranks_of_instances_are_those_of_one_stage_and_one_part_of_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Instances are the outer dim: what is sharded is whole inside of each."""
+
+    def spied(module: nn.Module, units: Any, row: Any, mesh: Any, *others: Any) -> None:
+        raise Stopped(mesh.mesh.tolist())
+
+    monkeypatch.setattr(wrapping, "shard_units", spied)
+
+    def grid(mesh: dict[str, int]) -> Any:
+        config = tiny_config(tmp_path, parallel="hsdp", fsdp={"num_instances": 2}, mesh=mesh)
+        with pytest.raises(Stopped) as stopped:
+            wrapped(config)
+        return stopped.value.args[0]
+
+    assert simulate(grid, 6, {}) == [[[0, 1, 2], [3, 4, 5]]] * 6
+    assert simulate(grid, 8, {"tp": 2}) == [[[0, 2], [4, 6]], [[1, 3], [5, 7]]] * 4
+    assert simulate(grid, 8, {"pp": 2}) == [[[0, 1], [2, 3]]] * 4 + [[[4, 5], [6, 7]]] * 4
 
 
 @pytest.mark.in_turn
@@ -264,12 +362,39 @@ def test_vectors_are_a_group_of_their_own_where_there_is_decay(tmp_path: Path):
         assert sorted((group.get("weight_decay") for group in groups), key=str) == decays
 
 
+def test_scalars_are_vectors_and_stacks_are_matrices(tmp_path: Path):
+    """Of a learned scale, a norm, a matrix and packed experts."""
+    shapes = {"scale": (), "norm": (4,), "matrix": (4, 4), "experts": (2, 4, 4)}
+    module = nn.ParameterDict({name: nn.Parameter(torch.ones(shape)) for name, shape in shapes.items()})
+    for decay_vectors in (False, True):
+        settings = tiny_config(tmp_path, optimizer={"decay_vectors": decay_vectors}).optimizer
+        model = DistributedDataParallel(copy.deepcopy(module), DistributedDataParallelConfig())
+        optimizer = wrapping._optimizer_of(model, settings, settings.muon_of(module))
+        model.finish_grad_sync()
+        optimizer.step()
+        for name, param in model.module.named_parameters():
+            decays = decay_vectors or name in ("matrix", "experts")
+            assert float(param.detach().mean()) == pytest.approx(1.0 - decays * settings.lr * 0.1, abs=1e-7), name
+
+
 def test_numbers_of_parameters_are_those_of_whole_ones(tmp_path: Path):
     model = {"vocab_size": 257}
     whole = sum(param.numel() for param in loaded(tiny_config(tmp_path, model=model)).parameters())
     for parallel, mesh in (("zero1", {"tp": 2}), ("fsdp", {"tp": 2}), ("fsdp", {})):
         config = tiny_config(tmp_path, parallel=parallel, mesh=mesh, model=model)
         assert simulate(lambda given=config: sum(each.numel for each in wrapped(given).parameters), 2) == [whole] * 2
+
+
+@pytest.mark.parametrize("parallel", ["zero1", "fsdp"])
+def test_what_is_frozen_is_no_parameter_of_a_run_and_is_in_its_weights(tmp_path: Path, parallel: str):
+    config = tiny_config(tmp_path, parallel=parallel)
+    module = loaded(config)
+    frozen = module.blocks[1].ffn_norm.weight.requires_grad_(False).numel()
+    numels = [param.numel() for param in module.parameters()]
+    made = Wrapped(module, config, current_runtime("cpu", config.mesh))
+    assert len(made.parameters) == len(made.records) == len(numels) - 1
+    assert sum(each.numel for each in made.parameters) == sum(numels) - frozen
+    assert len(made.whole_weights(wanted=True)) == len(numels) + len([*module.buffers()])
 
 
 @pytest.mark.parametrize("parallel", ["zero1", "fsdp"])

@@ -305,6 +305,31 @@ class ReadsElsewhere(Net):
         return super().forward(x) + F.linear(x, self.blocks[0].weight).square().mean()
 
 
+class OnceLinear(nn.Linear):
+    """Its forward does not run within a backward, as a recomputed one would."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert torch._C._current_graph_task_id() == -1, "within a backward"
+        return super().forward(x)
+
+
+class ReadsElsewhereOnce(ReadsElsewhere):
+    """A cause that is found without recompute, which this program does not bear."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for index in range(2):
+            once = OnceLinear(DIM, DIM)
+            once.load_state_dict(self.blocks[index].state_dict())
+            self.blocks[index] = once
+
+
+class OnceLinearNet(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(OnceLinear(DIM, DIM) for _ in range(2))
+
+
 class KeepsWeight(Net):
     """Has a list of weights beside its modules."""
 
@@ -384,6 +409,10 @@ PLANTED: dict[str, Planted] = {
     "weight read elsewhere": Planted(
         ReadsElsewhere, "read_elsewhere", "blocks.0.weight", ways=(*WAYS, "fsdp_recompute")
     ),
+    "weight of a layer that runs once": Planted(
+        ReadsElsewhereOnce, "read_elsewhere", "blocks.0.weight", ways=("ddp", "fsdp")
+    ),
+    "a layer that runs once": Planted(OnceLinearNet, "not_recomputable", ways=("ddp", "fsdp", "ddp_recompute")),
     "weight in a list": Planted(KeepsWeight, "read_elsewhere", "head.weight"),
     "layer made in forward": Planted(AddsLayer, "replaced", "late.weight"),
     "two parameters, one memory": Planted(OneMemory, "shared_memory", "blocks.1.weight"),

@@ -268,6 +268,16 @@ def test_marks_and_hooks_go_along() -> None:
     assert calls == ["hook", "another hook", "one after", "another after"]
 
 
+def test_hooks_of_a_wrapper_stay_with_its_own_parameters() -> None:
+    """A copy of what is wrapped has gradients of its own, and the wrapper sees none."""
+    wrapped = DistributedDataParallel(mlp())
+    copied = Program(wrapped, square, None, 0).make()
+    square(copied(rows()), rows()).backward()
+    assert all(param.grad is not None and param.grad.any() for param in copied.parameters())
+    assert not any(param.main_grad.any() for param in wrapped.module.parameters())
+    assert not any(hasattr(param, "main_grad") for param in copied.parameters())
+
+
 def test_units_are_the_users() -> None:
     given = []
 

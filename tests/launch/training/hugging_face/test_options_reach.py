@@ -143,6 +143,23 @@ def test_what_is_frozen_is_in_no_group(form: str, tmp_path: Path) -> None:
         assert sum(len(group["params"]) for group in groups) == len(trained) == 20
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_groups_are_muons_then_those_that_decay_then_the_rest(form: str, tmp_path: Path) -> None:
+    """Each trained parameter is in one: layers' matrices, embeddings and head, norms."""
+    options = {"weight_decay": 0.25, "learning_rate": 0.5}
+    made = build(form, tmp_path, options, language_model(), muon={"lr": 0.02, "weight_decay": 0.125})
+    groups = made.create_optimizer().param_groups
+    found = [(group["lr"], group["weight_decay"]) for group in groups if group["params"]]
+    assert found[-2:] == [(0.5, 0.25), (0.5, 0.0)] and set(found[:-2]) == {(0.02, 0.125)}
+    if form == "fsdp":
+        numbers = {id(param): number for number, group in enumerate(groups) for param in group["params"]}
+        last = len(groups) - 1
+        for name, param in made.model.named_parameters():
+            wanted = last if "norm" in name else last - 1 if "embed" in name or "lm_head" in name else None
+            assert numbers.pop(id(param)) in ([*range(last - 1)] if wanted is None else [wanted]), name
+        assert not numbers
+
+
 def test_an_evaluation_before_training_shards_the_model(tmp_path: Path) -> None:
     """It may not have room for a whole one; the wrappers of the other forms wait for the training."""
     for form in FORMS:

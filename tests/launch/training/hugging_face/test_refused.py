@@ -12,7 +12,7 @@ from hugging_face_runs import Sentences, arguments, as_launched, build, language
 
 from maingrad.ddp import DistributedDataParallelConfig
 from maingrad.launch.training.hugging_face import Trainer
-from maingrad.launch.training.hugging_face.refused import check_accelerator
+from maingrad.launch.training.hugging_face.refused import check_accelerator, check_optimizer
 
 OPTIONS = [
     ({"fsdp": "full_shard"}, 'parallel="fsdp"'),
@@ -63,6 +63,24 @@ def test_training_arguments(options: dict[str, Any], message: str, tmp_path: Pat
 def test_own_options(ours: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
         Trainer(language_model(), arguments(tmp_path), train_dataset=Sentences(4), **ours)
+
+
+def test_optimizers_of_whole_parameters_need_whole_parameters() -> None:
+    """Which a ``ddp_config`` keeps where it says so, and not by being there. Adafactor and users' own alike."""
+
+    class Own(torch.optim.SGD):
+        per_parameter = True
+
+    whole = DistributedDataParallelConfig(use_distributed_optimizer=True, keep_params_whole=True)
+    for cls in (Own, torch.optim.Adafactor):
+        check_optimizer(cls, "zero1", whole, "optim")
+        for parallel, config in (("zero1", SHARDING), ("zero1", None), ("fsdp", None)):
+            with pytest.raises(ValueError, match=f"^optim: {cls.__name__} .* keep_params_whole=True") as raised:
+                check_optimizer(cls, parallel, config, "optim")
+            assert ('by parallel="zero1" and ddp_config=' in str(raised.value)) is (parallel == "fsdp")
+    for cls in (torch.optim.AdamW, torch.optim.SGD):
+        for parallel, config in (("zero1", SHARDING), ("ddp", None), ("fsdp", None)):
+            check_optimizer(cls, parallel, config, "optim")
 
 
 def test_options_of_torchs_wrapper_where_there_is_none(tmp_path: Path) -> None:
