@@ -279,7 +279,7 @@ class GradShard:
         """Copy a change of ``.grad`` to the total, if ``.grad`` is a copy of it."""
         if self._shown is not self._total:
             assert self._shown is not None and self._total is not None, "made together"
-            start = view.storage_offset()  # as in ``shown``, which begins its memory
+            start = view.storage_offset() - self._shown.storage_offset()
             self._total[start : start + view.numel()].copy_(view.to_local().view(-1))
 
 
