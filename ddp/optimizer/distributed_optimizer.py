@@ -251,8 +251,6 @@ class DistributedOptimizer(AroundOptimizer):
 
     def forget_step(self) -> None:
         """After a capture that failed: nothing of the step has run."""
-        for segment in self.segments:
-            segment.master.grad = None
         vars(self).pop("grad_scale", None)
         vars(self).pop("found_inf", None)
 
