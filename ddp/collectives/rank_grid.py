@@ -270,7 +270,7 @@ class RankGrid(NamedTuple):
         if not groups:
             return
         whole = tensor.contiguous()  # NCCL needs contiguous memory
-        for group in reversed(groups):
+        for group in groups:
             dist.broadcast(whole, dist.get_global_rank(group, 0), group=group)
         if whole is not tensor:
             tensor.copy_(whole)

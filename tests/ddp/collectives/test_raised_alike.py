@@ -318,6 +318,53 @@ def test_a_captured_iteration_is_not_compared() -> None:
     assert simulate(on_each_rank, 2) == ["nothing was raised"] * 2
 
 
+def test_captured_iterations_have_no_number() -> None:
+    """Also those that are reduced twice: later ones are compared as before, and named by their own number."""
+
+    def on_each_rank() -> str:
+        steps = StepCheck(make_grid(None), FailureReporter(), torch.device("cpu"), None)
+        steps.start()
+        steps.finish()
+        steps.next_iteration()
+        with capturing():
+            steps.start(again=True)
+            steps.go_on()
+            steps.start()
+            steps.finish()
+        steps.next_iteration()
+        for _ in range(dist.get_rank()):
+            steps.record_update()
+        steps.start()
+        return refusal(steps.finish)
+
+    for text in simulate(on_each_rank, 2):
+        assert "different numbers of optimizer steps before iteration 2: 0 on rank 0, 1 on rank 1" in text
+
+
+def test_iterations_that_are_reduced_again_have_one_number_and_begin_with_one_reduction() -> None:
+    def on_each_rank() -> tuple[str, str]:
+        steps = StepCheck(make_grid(None), FailureReporter(), torch.device("cpu"), None)
+        for _ in range(2):
+            steps.start(again=True)
+            steps.finish()
+            steps.go_on()
+            steps.start()
+            steps.finish()
+            steps.next_iteration()
+        steps.start(again=True)
+        steps.finish()
+        steps.go_on()
+        steps.start(again=dist.get_rank() == 0)
+        again = refusal(steps.finish)
+        steps.next_iteration()
+        steps.start()
+        return again, refusal(steps.finish)
+
+    for again, after in simulate(on_each_rank, 2):
+        assert "backwards outside no_sync() in iteration 3: at least 3 on rank 0, 2 on rank 1" in again
+        assert after == "nothing was raised"
+
+
 def counted(*programs: Callable[[StepCheck], None]) -> list[str]:
     """What each rank is told of its program, which runs behind a first comparison."""
 

@@ -25,6 +25,7 @@ from maingrad.ddp.graphs.host import host_state, surroundings
 from maingrad.ddp.graphs.host.host_code import is_library, package_of
 from maingrad.ddp.graphs.host.host_state import HostState
 from maingrad.launch import simulate
+from maingrad.te_integration import Linear
 
 T = TypeVar("T")
 Case = Callable[[], tuple[Callable[[], Any], Callable[[], Any]]]
@@ -183,6 +184,24 @@ def test_a_function_that_reads_all_attributes_may_call_others() -> None:
     state = look(reads_all)
     config.unheard_of = 0.5  # type: ignore[attr-defined]
     assert "unheard_of" in (state.change() or "")
+
+
+def test_what_our_modules_keep_in_private_names_is_no_change() -> None:
+    """They make caches as they run. Of other modules every attribute counts, also one that is gone for another."""
+    for layer, name, counts in (
+        (Linear(2, 2), "_made", False),
+        (Linear(2, 2), "made", True),
+        (nn.Linear(2, 2), "_made", True),
+    ):
+        state = HostState(lambda: 1, nn.Sequential(layer), [], "cpu", lambda: ())
+        setattr(layer, name, 1)
+        assert (state.change() is not None) == counts
+    layer, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    state = HostState(lambda: 1, nn.Sequential(layer, other), [], "cpu", lambda: ())
+    assert state.change() is None
+    del layer.in_features
+    layer.features_in = 2
+    assert state.change() is not None
 
 
 def test_an_array_in_the_place_of_another_is_a_change() -> None:
