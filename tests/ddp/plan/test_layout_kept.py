@@ -6,7 +6,7 @@ is written anew, and CHANGELOG.md says that state dicts of before are not read.
 
 import hashlib
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -222,3 +222,102 @@ def test_keys_of_optimizer_states_are_as_they_were() -> None:
     assert [each.split("/")[0] for each in found] == ["AdamW", "AdamW", "SGD, AdamW"] * 3
     assert " ".join(each[-4:] for each in found) == KEYS
     assert len({each.split("/")[1] for each in found}) == 3
+
+
+# ---- Drawn parameters, by a generator of our own: its numbers stay too. ----
+
+
+def numbers(seed: int) -> Callable[[int], int]:
+    """Draws numbers below a bound."""
+    state = [seed]
+
+    def below(bound: int) -> int:
+        state[0] = (state[0] * 1103515245 + 12345) % 2**31
+        return (state[0] >> 8) % bound
+
+    return below
+
+
+def drawn(seed: int) -> tuple[Rows, dict[str, Any]]:
+    """Parameters, of which many have equal shapes: with rows or blocks of rows that stay whole, or some whole ones."""
+    below, rows, options = numbers(seed), list[tuple[str, tuple[int, ...], dict[str, Any]]](), dict[str, Any]()
+    count, kind = 3 + below(12), below(4)
+    for index in range(count):
+        shape = 1 + below(40), 1 + below(90)
+        if index and below(2):
+            shape = rows[below(index)][1]  # type: ignore[assignment]
+        more: dict[str, Any] = {}
+        if kind in (1, 2):
+            more["atom"] = shape[1] * (1 + below(3) if kind == 2 else 1)
+        if kind == 3 and below(2):
+            more["whole"] = True
+        rows.append((f"p{index}", shape, more))
+    if kind == 0 and below(2):
+        options["keep_params_whole"] = True
+    size = below(4)
+    if size == 1:
+        options["bucket_numel"] = 500 + below(4000)
+    if size == 2:
+        options["num_buckets"] = 1 + below(4)
+    if kind in (1, 2) and not below(3):
+        options["max_atom_padding"] = 0.01 * below(4)
+    return rows, options
+
+
+def drawn_whole(seed: int) -> tuple[Rows, dict[str, Any]]:
+    """Whole parameters, some delayed, some in buckets of their own."""
+    below, rows, options = numbers(seed), list[tuple[str, tuple[int, ...], dict[str, Any]]](), dict[str, Any]()
+    for index in range(6 + below(16)):
+        shape = 1 + below(40), 1 + below(90)
+        if index and below(3):
+            shape = rows[below(index)][1]  # type: ignore[assignment]
+        rows.append((f"p{index}", shape, {"delayed": below(6) == 0, "own_bucket": below(8) == 0}))
+    size = below(3)
+    if size == 1:
+        options["bucket_numel"] = 500 + below(8000)
+    if size == 2:
+        options["num_buckets"] = 1 + below(6)
+    return rows, {"keep_params_whole": True, **options}
+
+
+DRAWN: dict[int, str] = {
+    2: "1471842d e031205c 30265e57 efc0a0a7 d95c8418",
+    3: "e2067371 56274a8c 1007c284 3fba0e02 7e7095e4",
+    5: "14a1143c 90aebead a0f13ed7 2bb6d207 4e742ec8",
+    7: "eda660fc 6ed04163 64e50cbc cc275bbe da011928",
+    11: "bfd66948 8286f7e8 08a7c587 9bcbc975 d9816726",
+    13: "20b8bbbe e85aabc9 baca151b a8b87106 133a1b31",
+    19: "88a93626 b4388790 39d3568d 0bdf1dbb e3be34a7",
+    20: "04a18780 8db25444 87a22ef5 56a68a20 d9bca941",
+    28: "57ab8073 4282c547 685f6c50 d2fbe313 528d77c7",
+    29: "023d6741 f2d3d8c8 40bf356a 3581beff 8b3dfd14",
+    30: "8322625e 6161fe94 76243945 d4a1eee7 daa4d28e",
+    31: "02da77b2 9bd863ce 1d1017ad 5535f90b 32280e6e",
+    40: "e27ea269 ab46b9a3 4401b117 4d12025e 9a1b64fb",
+    45: "16012ac9 ff0c4678 da3169d6 0d1dbc5e b66cffe6",
+    46: "6805df17 ab7de08b 2e061666 541c6a04 e1fdfad8",
+    51: "20b722c0 6a33d92d 417956ef 4c55601b b15d46dd",
+    59: "c95d8907 9befc828 5ec34320 b8d1e98c cfad8dda",
+}
+DRAWN_WHOLE: dict[int, str] = {
+    1001: "576a9697 279c6782 6aaf40b0 c7f24334 2710c09d",
+    1008: "afb058bb d36fb0bf f40b43f6 6620a376 afd7bd53",
+    1009: "218ba881 9db71cf9 094c1393 1bb8e463 209786a3",
+    1010: "e0a8f91c 1ae29467 4bb7568f 58da9396 684875b2",
+    1012: "528e93bc 58c3149e d5cbc759 d77ccc53 31cd45b5",
+    1018: "b3369522 f30332da f86bc1a6 772a8bbe 59ededc0",
+    1022: "ca7a6fa6 cec0330d 5aedca3a 322fc2d7 5ab74a81",
+    1031: "7a4e6c2d 3fa4ee3d c5b524fe a772f1f2 0622604c",
+}
+
+
+@pytest.mark.parametrize("seed", DRAWN)
+def test_layouts_of_drawn_parameters_are_as_they_were(seed: int) -> None:
+    rows, options = drawn(seed)
+    assert " ".join(digest(rows, options, degree) for degree in DEGREES) == DRAWN[seed]
+
+
+@pytest.mark.parametrize("seed", DRAWN_WHOLE)
+def test_layouts_of_drawn_whole_parameters_are_as_they_were(seed: int) -> None:
+    rows, options = drawn_whole(seed)
+    assert " ".join(digest(rows, options, degree) for degree in DEGREES) == DRAWN_WHOLE[seed]
