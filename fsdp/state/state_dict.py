@@ -151,7 +151,7 @@ def misfit(given: Mapping[ShardedParameter, Mapping[str, Any]], complaints: Sequ
     said: dict[ShardedParameter, list[str]] = {param: [] for param in given}
     why = list(complaints)
     for param, values in given.items():
-        for name, value in sorted(values.items()):
+        for name, value in values.items():
             said[param].append(f"{name} ({_described(param, value)})")
             objection = _objection(param, value)
             why += [] if objection is None else [f"{name}: {objection}"]

@@ -210,6 +210,21 @@ def test_a_gradient_of_inputs_is_no_backward_of_the_iteration(monkeypatch: pytes
     assert [count for what, _, count in watcher.told if what == "ended"] == [2]
 
 
+def test_gradients_of_one_unit_that_are_cleared_discard_no_iteration(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who follows iterations is told so in the next forward when all were cleared."""
+    watcher = Watcher()
+    monkeypatch.setattr(iteration_ends, "_watchers", [watcher])
+    model = shard(Net().double())
+    model(batch(0, 0), 0).sum().backward()
+    watcher.told.clear()
+    for part in (*model.parts, model):
+        assert not watcher.told
+        for param in part.parameters():
+            param.grad = None
+        model(batch(0, 0), 0)
+    assert [what for what, *_ in watcher.told] == ["discarded"]
+
+
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_gradient_of_a_units_output_enters_no_unit_before_it(bias: bool) -> None:
     """The first layer's inputs need no gradient: without a bias, its product has none on the left."""

@@ -232,6 +232,24 @@ def test_a_weight_replaced_between_evaluations_is_not_passed_over() -> None:
             model(torch.ones(2, 5))
 
 
+def test_a_change_of_any_unit_between_forward_and_backward_is_seen() -> None:
+    """When backward begins, which is in the outermost unit then."""
+    model = Net()
+    shard_blocks(model)
+    for change, words in (
+        (lambda: model.blocks[0].norm.weight.requires_grad_(False), "'blocks.0.norm.weight' was frozen"),
+        (lambda: model.blocks[2].norm.bias.requires_grad_(False), "'blocks.2.norm.bias' was frozen"),
+    ):
+        loss = mean_loss(model(torch.ones(2, 5)))
+        change()
+        with pytest.raises(RuntimeError, match=words):
+            loss.backward()
+        for param in model.parameters():
+            param.requires_grad_(True)
+    step_of(model)
+    assert all(param.grad is not None for param in model.parameters())
+
+
 @pytest.mark.parametrize("after", ["an evaluation", "a backward"])
 def test_a_change_is_seen_by_the_first_unit_that_trains(after: str) -> None:
     """Also where the program calls units by themselves, and the change is in another unit."""

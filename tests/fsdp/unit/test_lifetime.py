@@ -219,6 +219,44 @@ def test_a_graph_keeps_parameters_and_no_model(kind: str) -> None:
     simulate(on_each_rank, ranks_of(kind))
 
 
+@pytest.mark.parametrize("kind", ["zero3", "zero1"])
+@pytest.mark.parametrize("goes_back", [True, False])
+def test_inputs_that_live_on_keep_nothing(kind: str, goes_back: bool) -> None:
+    """A program may keep what it has computed the inputs from, or use them again."""
+
+    def on_each_rank() -> None:
+        model = make_sharded(kind)
+        x = batches_of(0, 1)[0].requires_grad_() * 1.0
+        view = x[:2]
+        for _ in range(2):
+            loss = mean_loss(model(x)) + mean_loss(model(view))
+            if goes_back:
+                loss.backward(retain_graph=True)
+        watched = Watched(model)
+        dist.barrier()
+        del model, loss
+        assert watched.alive() == []
+
+    simulate(on_each_rank, ranks_of(kind))
+
+
+def test_outputs_of_an_evaluation_keep_nothing() -> None:
+    def on_each_rank() -> None:
+        model = make_sharded("zero3")
+        kept = []
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode():
+                kept.append(model(batches_of(0, 1)[0]))
+        model.requires_grad_(False)
+        kept.append(model(batches_of(0, 1)[0]))
+        watched = Watched(model)
+        dist.barrier()
+        del model
+        assert watched.alive() == [] and all(each.isfinite().all() for each in kept)
+
+    simulate(on_each_rank, 3)
+
+
 def test_between_forward_and_backward_with_delayed_weight_gradients() -> None:
     def on_each_rank() -> None:
         model = nn.Sequential(Linear(5, 8), nn.Tanh(), Linear(8, 3)).double()

@@ -381,6 +381,24 @@ def assert_the_oldest_are_waited_for(events: list[tuple[str, str]]) -> None:
     assert num_oldest >= NUM_BLOCKS - 2
 
 
+def test_a_large_outermost_unit_leaves_the_others_their_bound() -> None:
+    """Two units of gradients, beside its own."""
+
+    def on_each_rank() -> float:
+        model: Any = nn.Sequential(*[nn.Linear(8, 8) for _ in range(6)], nn.Linear(8, 400))
+        for layer in model[:6]:
+            fully_shard(layer)
+        root = root_of(fully_shard(model))
+        own, one = (sum(bucket.whole_grads.nbytes for bucket in unit.buckets) for unit in root.units[:2])
+        for _ in range(2):
+            root.grads.meter.peak_nbytes = root.grads.meter.held_nbytes
+            model(torch.ones(2, 8)).sum().backward()
+            model.zero_grad()
+        return (root.grads.meter.peak_nbytes - own) / one
+
+    assert simulate(on_each_rank, 2) == [2.0] * 2
+
+
 @pytest.mark.parametrize("placements", ["zero3", pytest.param("hsdp", marks=pytest.mark.slow)])
 def test_an_embedding_has_no_gradient_before_backward_comes_to_it(placements: str) -> None:
     for found in simulate(watch, 2, placements, ONE_MATRIX, 1):
