@@ -6,6 +6,7 @@ Each process has all ranks' buffers at addresses of its own, and really waits fo
 import mmap
 import shutil
 import tempfile
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -71,6 +72,9 @@ class OneRank:
 
     group_name = "alone"
 
+    def __init__(self) -> None:
+        self.made: list[weakref.ref[Tensor]] = []
+
     def size(self) -> int:
         return 1
 
@@ -78,7 +82,9 @@ class OneRank:
         return 0
 
     def empty(self, nbytes: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.full((nbytes,), 0xFF, dtype=dtype)
+        memory = torch.full((nbytes,), 0xFF, dtype=dtype)
+        self.made.append(weakref.ref(memory))
+        return memory
 
     def rendezvous(self, own: Tensor, group: str) -> Mapped:
         return Mapped([own])
@@ -179,6 +185,7 @@ def test_the_count_of_dropped_rows_goes_on_in_larger_buffers(monkeypatch: pytest
         assert transport.num_dropped is not None
         dropped.append(int(transport.num_dropped))
     assert dropped == [5, 10, 15]
+    assert [each() is not None for each in alone.made] == [True, True], "graphs may be captured over the old ones"
 
 
 @pytest.mark.parametrize("lacks", [{"HAS_TRITON": False}, {"is_interpreted": lambda: False}], ids=["Triton", "GPUs"])

@@ -36,7 +36,7 @@ def test_a_send_and_its_way_back_are_adjoint() -> None:
         rank = dist.get_rank()
         transport = TokenDispatcher(EXPERTS, **options).transport
         draws = torch.Generator().manual_seed(rank)
-        x = torch.randint(-4, 5, (12, DIM), generator=draws) / 4
+        x = torch.randint(-4, 5, (DIM, 12), generator=draws).t() / 4  # its rows are not adjacent
         counts = torch.tensor([[5, 0, 3, 2], [1, 4, 0, 5], [0, 0, 12, 0], [0, 0, 0, 0]][rank])
         (received,), splits, sent = transport.send([x], counts)
         y = torch.randint(-4, 5, received.shape, generator=draws) / 4
