@@ -342,6 +342,17 @@ def test_digests_tell_data_apart_and_parts_alike(tmp_path: Path, monkeypatch: py
     assert digest_of_array(tokens[:4000]) != sampled, "from the first to the last"
 
 
+def test_what_differs_is_said_and_borders_only_where_they_were_noted():
+    """Of data that have grown or shrunk, that are others, or that have other borders."""
+    noted, unknown = Digest(10, "a", "b"), Digest(10, "a")
+    for now in (noted, unknown, Digest(10, "a", "c")):
+        assert unknown.says_otherwise(now) is None
+        assert noted.says_otherwise(now) == (None if now is noted else "had other borders of documents or paths")
+    for tokens in (9, 11):
+        assert noted.says_otherwise(Digest(tokens, "z", "b")) == f"had 10 tokens, and now {tokens}"
+    assert noted.says_otherwise(Digest(10, "z", "b")) == "had other tokens"
+
+
 def test_borders_belong_to_a_digest(tmp_path: Path):
     """Where documents begin, and where weighted paths end, which the tokens alone do not tell."""
 

@@ -172,6 +172,8 @@ def test_the_order_of_an_epoch_is_that_of_other_versions():
     of_16 = [14, 3, 1, 8, 5, 7, 4, 15, 11, 10, 9, 2, 12, 13, 0, 6]
     assert permuted(np.arange(16), 16, "maingrad 0 0 0").tolist() == of_16
     assert permuted(np.array([0, 10**6, 10**9]), 10**9 + 7, "key").tolist() == [722160863, 339853264, 235116725]
+    few = {size: permuted(np.arange(size), size, "maingrad 7 0 0").tolist() for size in range(1, 6)}
+    assert few == {1: [0], 2: [1, 0], 3: [1, 2, 0], 4: [1, 3, 0, 2], 5: [3, 2, 4, 0, 1]}
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 17, 256, 1000])

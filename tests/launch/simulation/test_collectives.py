@@ -307,6 +307,20 @@ def test_functional_collectives_go_through_cpp():
         assert torch.equal(exchanged, ranks)
 
 
+def test_functional_collectives_find_a_group_by_its_ranks():
+    """As torch finds real ones: by the tag that it gives to a group that a program made without a tag."""
+
+    def run(rank: int) -> list[Any]:
+        group = dist.new_group([1, 2])
+        found = [float(functional.all_reduce(torch.full((1,), float(rank)), "sum", [0, 1, 2]) + 0)]
+        if rank > 0:
+            found.append(float(functional.all_reduce(torch.full((1,), float(rank)), "sum", [1, 2]) + 0))
+            assert dist.distributed_c10d._get_group_tag(group) == f"ptd:{group.group_name}"
+        return found
+
+    assert on_ranks(3, run) == [[3.0], [3.0, 3.0], [3.0, 3.0]]
+
+
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_output_and_input_may_share_memory(world_size: int):
     def run(rank: int) -> None:
