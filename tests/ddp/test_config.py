@@ -8,6 +8,7 @@ import torch
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 
+import maingrad.ddp
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig
 from maingrad.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -163,3 +164,11 @@ def test_copy_engines_are_of_gpus() -> None:
     for wanted in (False, "auto"):
         config = DistributedDataParallelConfig(**options, copy_engine_param_gather=wanted)
         assert not DistributedDataParallel(nn.Linear(2, 2), config).copy_engines
+
+
+def test_a_name_that_is_not_there_is_a_missing_attribute() -> None:
+    """So that ``hasattr``, ``getattr`` with a default and ``inspect`` work on the package."""
+    assert getattr(maingrad.ddp, "DistributedDataParalel", None) is None
+    with pytest.raises(AttributeError, match=r"has no attribute 'DistributedDataParalel'$"):
+        _ = maingrad.ddp.DistributedDataParalel
+    assert {"DistributedDataParallel", "__name__"} <= set(dir(maingrad.ddp))

@@ -166,6 +166,18 @@ def test_forwards_behind_one_that_raised_are_recorded() -> None:
     assert timeline.forwards[0].end <= timeline.forwards[1].start
 
 
+def test_a_backward_begins_anew_behind_one_that_failed() -> None:
+    timeline = recording()
+    timeline.backward_started()
+    time.sleep(NAP)
+    second = time.perf_counter()
+    timeline.backward_started()
+    timeline.backward_ended(True)
+    timeline.close()
+    (backward,) = timeline.backwards
+    assert backward.end - backward.start <= time.perf_counter() - second
+
+
 def test_a_backward_that_began_before_the_recording_is_not_recorded() -> None:
     timeline = recording()
     timeline.backward_ended(True)

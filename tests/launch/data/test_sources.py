@@ -1,5 +1,6 @@
 """Token files of every format, documents, blends and the order of an epoch."""
 
+import json
 import struct
 import sys
 import types
@@ -412,6 +413,15 @@ def test_the_command_tokenize_writes_documents(tmp_path: Path, capsys: pytest.Ca
     (tmp_path / "b.jsonl").write_text('{"txt": "one"}\n')
     assert main(["tokenize", str(tmp_path / "set"), *files]) == 2
     assert "b.jsonl' line 1 has no string under 'text'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("end", ["\u2028", "\u0085", "\x0b"])
+def test_a_line_of_jsonl_ends_with_a_line_feed_alone(tmp_path: Path, end: str):
+    """Other characters at which Python's ``splitlines`` cuts may stand in a string of JSON."""
+    text = f"one{end}two"
+    (tmp_path / "a.jsonl").write_bytes(json.dumps({"text": text}, ensure_ascii=end < " ").encode() + b"\r\n")
+    assert tokenize_files(tmp_path / "set", [tmp_path / "a.jsonl"], None, None, "text")
+    assert bytes(read_indexed(tmp_path / "set").tokens[:].tolist()).decode() == text
 
 
 @pytest.mark.parametrize(

@@ -211,6 +211,7 @@ def with_a_buffer_elsewhere():
         (with_a_hook_on_a_weight, r"parameter '1.weight' has a hook \(register_hook\)"),
         (lazily_provided, "parameter 'weight' is sharded"),
         (foreign_consumer, "writes main_grad in its own backward"),
+        (lambda: nn.Sequential(nn.Sequential(nn.Sequential(hooked()))), r"'0.0.0.*' .* has hooks"),
         (compiled, "is compiled"),
         (lambda: torch.compile(nn.Linear(WIDTH, WIDTH)), "is compiled"),
         (lambda: nn.Sequential(torch.jit.script(nn.Linear(WIDTH, WIDTH))), "'0' .* is compiled"),
@@ -221,7 +222,7 @@ def with_a_buffer_elsewhere():
     ],
     ids=lambda each: getattr(each, "__name__", None),
 )
-@pytest.mark.sampled(20)
+@pytest.mark.sampled(21)
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script")
 def test_a_module_that_cannot_be_captured(make, error):
     with pytest.raises(ValueError, match=error):

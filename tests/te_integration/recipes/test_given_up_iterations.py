@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from reachable import reachable_tensors
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -523,3 +524,17 @@ def test_a_graphed_step_that_is_skipped(how: str) -> None:
     expected = graphed(how, overflows=False, captured=False)
     for captured in (True, False):
         assert_equal(graphed(how, overflows=True, captured=captured), expected)
+
+
+def test_forwards_whose_graphs_are_dropped_leave_nothing_behind() -> None:
+    """A program that scores with gradients enabled, before the iteration's backward, or without one for long."""
+    model = DistributedDataParallel(Linear(16, 16, dtype=BF16, fuse_wgrad_accumulation=True))
+
+    def score(times: int) -> int:
+        with autocast(recipe=RECIPE):
+            for _ in range(times):
+                model(torch.ones(2, 16, dtype=BF16))
+        return len(reachable_tensors(model))
+
+    after_few = score(1)
+    assert score(300) - after_few <= 64, "amaxes of forwards that no backward can follow"
