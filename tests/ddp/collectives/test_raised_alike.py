@@ -298,14 +298,19 @@ def test_who_interrupts_a_rank_does_not_raise_an_error_on_the_others() -> None:
 # ---- Steps that ranks compare, by what each has counted. ----
 
 
+def after_one_iteration() -> StepCheck:
+    steps = StepCheck(make_grid(None), FailureReporter(), torch.device("cpu"), None)
+    steps.start()
+    steps.finish()
+    steps.next_iteration()
+    return steps
+
+
 def test_a_captured_iteration_is_not_compared() -> None:
     """What its Python has counted, replays do not do again."""
 
     def on_each_rank() -> str:
-        steps = StepCheck(make_grid(None), FailureReporter(), torch.device("cpu"), None)
-        steps.start()
-        steps.finish()
-        steps.next_iteration()
+        steps = after_one_iteration()
         with capturing():
             for _ in range(dist.get_rank()):
                 steps.record_update()
@@ -322,10 +327,7 @@ def test_captured_iterations_have_no_number() -> None:
     """Also those that are reduced twice: later ones are compared as before, and named by their own number."""
 
     def on_each_rank() -> str:
-        steps = StepCheck(make_grid(None), FailureReporter(), torch.device("cpu"), None)
-        steps.start()
-        steps.finish()
-        steps.next_iteration()
+        steps = after_one_iteration()
         with capturing():
             steps.start(again=True)
             steps.go_on()

@@ -578,7 +578,7 @@ def test_a_group_that_an_optimizer_has_lost_takes_its_rate_along() -> None:
 # ---- What is let go. ----
 
 
-def job_of(max_graphs: int = 8) -> tuple[nn.Module, GraphedTrainingStep[..., Any]]:
+def parts_of_a_job() -> tuple[Callable[[Tensor], None], DistributedDataParallel, DistributedOptimizer]:
     model = DistributedDataParallel(nn.Linear(4, 4))
     optimizer = DistributedOptimizer(model, lr=2**-7)
 
@@ -587,6 +587,11 @@ def job_of(max_graphs: int = 8) -> tuple[nn.Module, GraphedTrainingStep[..., Any
         optimizer.step()
         optimizer.zero_grad()
 
+    return train_step, model, optimizer
+
+
+def job_of(max_graphs: int = 8) -> tuple[nn.Module, GraphedTrainingStep[..., Any]]:
+    train_step, model, optimizer = parts_of_a_job()
     return model, GraphedTrainingStep(train_step, model, optimizer, num_warmup_steps=1, max_graphs=max_graphs)
 
 
@@ -636,15 +641,7 @@ def test_what_is_beside_a_graphed_step_is_let_go_by_a_reset() -> None:
 def test_eager_calls_of_very_many_kinds_are_counted_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else their kinds, each of which keeps what was around it, would fill the memory of the host."""
     monkeypatch.setattr(step_graphs, "_MOST_KINDS", 3)
-    model = DistributedDataParallel(nn.Linear(4, 4))
-    optimizer = DistributedOptimizer(model, lr=2**-7)
-
-    def train_step(x: Tensor) -> None:
-        model(x).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    step, graphs = graphed(train_step, model, optimizer, record_on_cpu=True), []
+    step, graphs = graphed(*parts_of_a_job(), record_on_cpu=True), []
     for rows in (2, 3, 4, 5, 2, 2, 2):
         step(torch.ones(rows, 4))
         graphs.append(step.num_graphs)
